@@ -202,7 +202,8 @@ class Memories(Part):
         """
         batch = self.recall.batch_of(step, sight)
         queries = self.recall.rotate_queries(query.float(), batch)
-        matches = self.of[layer].find(queries, batch)
+        placing = self.recall.placing(layer, queries, batch)
+        matches = self.of[layer].find(queries, batch, placing)
         if self.watched is not None:
             self.watched.append(matches)
         return self.recall.as_seen(layer, queries, batch, matches)

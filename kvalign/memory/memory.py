@@ -10,9 +10,10 @@ Each head of keys searches for itself, and each row has its own tokens. An entry
 score with the query, reduced a little with its age. Of entries with nearly equal keys only the
 newest counts. Otherwise a fact's old values would crowd out the new one.
 
-Our kernel first estimates the scores of all entries from their keys in 4 bits, then computes the
-exact ones of the best. A single old fact is found so; it is missed if whole groups of entries are
-ranked first (eval/results/memory.md). Without the kernel all scores are exact.
+Our kernel estimates the scores of all entries from their keys in 2 bits, those of the best from 4
+bits, and computes the exact ones of the best of these. A single old fact is found so; it is missed
+if whole groups of entries are ranked first (eval/results/memory.md). Without the kernel all scores
+are exact.
 """
 
 import copy
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, pad
 
 from kvalign.aligners.entries import KV, cat
+from kvalign.cache.attention import Recalled
 from kvalign.cache.layer import Form
 from kvalign.cache.passes import HOST
 from kvalign.cache.segments import SEGMENT_LEN
@@ -36,69 +38,104 @@ from kvalign.models.wrapped import no_autograd_modes
 
 BLOCK = 16
 """Slots whose numbers lie together: a number of each in a register."""
-_MOST = 7.5
+_STEP_OF_4, _STEP_OF_16 = 0.996, 0.3352
+"""Distances of so many even levels that fit a normal distribution of variance 1 best (Max,
+Quantizing for minimum distortion, 1960)."""
+
+
+@lru_cache(maxsize=4)
+@no_autograd_modes()
+def turn_of(dim: int) -> Tensor:
+    """Rotation [D, D] float32 that spreads what single numbers of a key hold over all of them:
+    random signs, then a cosine transform.
+    """
+    signs = torch.randint(2, (dim, 1), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+    number, wave = torch.arange(dim)[:, None] + 0.5, torch.arange(dim)
+    lengths = torch.full((dim,), 2 / dim).sqrt()
+    lengths[0] = dim**-0.5
+    return signs * lengths * (torch.pi / dim * number * wave).cos()
 
 
 class Sketch:
-    """Keys of the slots of a memory in 4 bits, from which our kernel estimates scores.
+    """Keys of the slots of a memory in few bits, from which our kernel estimates scores.
 
-        16 slots   [ D / 8 ] x [ 16 slots ] x [ 4 bytes ]   8 numbers of a key: 4 in the low halves
+        numbers    16 slots: [ D / 16 ] x [ 16 slots ] x [ 4 bytes ]   2 bits: 16 numbers of a key
+        fine_keys  a slot:   [ D / 16 ] x [ 8 bytes ]                  4 bits: 8 in the low halves
 
-    A key less its head's base (`Memory`), divided by a scale of its own, is rounded to 16 levels
-    from -7.5 to 7.5. The base adds the same to all scores of a query, and is added exactly: of the
-    queries that share a head of keys the greatest score counts.
+    A key less its head's base (`Memory`) is turned, so that its numbers are alike in size, as of
+    a normal distribution, and rounded to four and to 16 levels. The base adds the same to all
+    scores of a query, and is added exactly: of the queries that share a head of keys the greatest
+    score counts.
 
     Args:
         like: keys of the shape [B, H, ?, D].
 
     Attributes:
-        numbers: [B, H, S / 16, D / 8, 16, 4] uint8.
-        scales: [B, H, S] float32, of each key.
+        numbers: [B, H, S / 16, D / 16, 16, 4] uint8.
+        scales: [B, H, S] float16, of these, of each key; those of `fine_keys` are in proportion.
+        fine_keys: [B, H, S, D / 2] uint8.
     """
 
     def __init__(self, like: Tensor):
         num_rows, num_heads, _, head_dim = like.shape
-        self.numbers = like.new_zeros(
-            num_rows, num_heads, 0, head_dim // 8, BLOCK, 4, dtype=torch.uint8
-        )
-        self.scales = like.new_zeros(num_rows, num_heads, 0)
+        of_slots = num_rows, num_heads, 0
+        self.numbers = like.new_zeros(*of_slots, head_dim // 16, BLOCK, 4, dtype=torch.uint8)
+        self.scales = like.new_zeros(of_slots, dtype=torch.float16)
+        self.fine_keys = like.new_zeros(*of_slots, head_dim // 2, dtype=torch.uint8)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.numbers, self.scales, self.fine_keys
 
     def write(self, rows: slice, slot: int, apart: Tensor) -> None:
         """Write keys less their base, [B, H, T, D], into the slots from this one on."""
-        scales = apart.abs().amax(-1) / _MOST
-        levels = (apart / scales.clamp_min(1e-30)[..., None]).add_(_MOST).round_().to(torch.uint8)
-        fours = levels.view(torch.int32).unflatten(-1, (-1, 2))  # [B, H, T, D / 8, 2]
-        fours = fours[..., 0] | fours[..., 1] << 4
-        slots = torch.arange(slot, slot + apart.shape[2])
+        turned, last = apart @ turn_of(apart.shape[3]), slot + apart.shape[2]
+        size = turned.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-30)
+        turned = turned / size
+        fours = _levels(turned, _STEP_OF_4, 4).view(torch.int32).unflatten(-1, (-1, 4))
+        fours = fours[..., 0] | fours[..., 1] << 2 | fours[..., 2] << 4 | fours[..., 3] << 6
+        slots = torch.arange(slot, last)
         by_slot = fours.permute(2, 0, 1, 3)  # as indices that a slice parts come first
         numbers = self.numbers.view(torch.int32)[..., 0]
         numbers[rows, :, slots // BLOCK, :, slots % BLOCK] = by_slot
-        self.scales[rows, :, slot : slot + apart.shape[2]] = scales
+        self.scales[rows, :, slot:last] = (size[..., 0] * _STEP_OF_4).clamp_max(65504)
+        halves = _levels(turned, _STEP_OF_16, 16).unflatten(-1, (-1, 2, 8))
+        fine = (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(-2)
+        self.fine_keys[rows, :, slot:last] = fine
 
     def lengthen(self, num_slots: int) -> None:
         """Have so many slots."""
         num_more = num_slots - self.scales.shape[2]
         self.numbers = pad(self.numbers, (0, 0, 0, 0, 0, 0, 0, num_more // BLOCK))
         self.scales = pad(self.scales, (0, num_more))
+        self.fine_keys = pad(self.fine_keys, (0, 0, 0, num_more))
 
     @no_autograd_modes()
     def select(self, rows: Tensor) -> None:
-        self.numbers, self.scales = self.numbers[rows], self.scales[rows]
+        self.numbers, self.scales, self.fine_keys = (x[rows] for x in self.tensors)
 
     @classmethod
     @no_autograd_modes()
     def joined(cls, sketches: Sequence[Self]) -> Self:
         """Sketch of the rows of all these."""
         joined = copy.copy(sketches[0])
-        joined.numbers = torch.cat([one.numbers for one in sketches])
-        joined.scales = torch.cat([one.scales for one in sketches])
+        of_all = zip(*(one.tensors for one in sketches), strict=True)
+        joined.numbers, joined.scales, joined.fine_keys = map(torch.cat, of_all)
         return joined
+
+
+def _levels(x: Tensor, step: float, num: int) -> Tensor:
+    """Return the nearest of `num` even levels around 0, from 0 on: uint8."""
+    return (x / step).add_((num - 1) / 2).round_().clamp_(0, num - 1).to(torch.uint8)
 
 
 TOGETHER = 32
 """Tokens fed one by one that are put aside at once."""
-NUM_SCORED = 256
-"""Entries whose exact scores the kernel computes; 8 times as many as are taken back, if that is
+NUM_ESTIMATED = 512
+"""Entries whose scores the kernel estimates by 4 bits; 16 times as many as are taken back, if that
+is more, or a quarter of all, if that is less."""
+NUM_SCORED = 96
+"""Entries whose exact scores it computes; one and a half times as many as are compared, if that is
 more."""
 READ_AT_ONCE = 2**22
 """Scores that several queries make together."""
@@ -123,7 +160,7 @@ class Memory:
         seen: number of tokens of each row that it has taken in, sinks included.
         entries: [B, H, S, width of the form]; S doubles until all slots are there.
         base: [B, H, 1, D] float32, the mean of the keys that each row wrote first; 0 before.
-        sketch: the keys in 4 bits, where the kernel searches; else None.
+        sketch: the keys in few bits, where the kernel searches; else None.
         digests: [B, S] int64, of the bytes of each slot, over all heads.
     """
 
@@ -192,7 +229,7 @@ class Memory:
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
-        sketch = () if self.sketch is None else (self.sketch.numbers, self.sketch.scales)
+        sketch = () if self.sketch is None else self.sketch.tensors
         return sum(x.nbytes for x in (*self.entries, *sketch))
 
     @property
@@ -221,8 +258,12 @@ class Memory:
             _ = evicted_slots.worths
         return evicted_slots
 
-    def find(self, queries: Tensor, batch: QueryBatch) -> Matches:
-        """Return the evicted entries that match scaled queries [B, H, G, T, D], on their device."""
+    def find(
+        self, queries: Tensor, batch: QueryBatch, placing: kernel.Placing | None = None
+    ) -> Matches:
+        """Return the evicted entries that match scaled queries [B, H, G, T, D], on their device;
+        where our kernel searches, with attention over them, if it is told how (`placing`).
+        """
         # Which entries are found has no slope.
         own_queries, evicted_slots = queries.detach().to(self.device), self.prepare(batch)
         base, added = self.form.base, queries.new_zeros(queries.shape[:4], dtype=torch.float32)
@@ -230,7 +271,10 @@ class Memory:
         if base is not None:  # of queries that share a head of keys each has its own product
             added = (own_queries.float() @ base.to(self.device)[:, None].mT)[..., 0]
         if self.sketch is not None:
-            matches = self._find_by_kernel(own_queries.float(), added, self.sketch, evicted_slots)
+            if placing is not None and base is not None:
+                placing = placing._replace(key_bases=base[:, 0])
+            of_queries = own_queries.float(), added
+            matches = self._find_by_kernel(*of_queries, self.sketch, evicted_slots, placing)
         else:
             matches = self._find_by_torch(own_queries.to(self.form.dtype), added, evicted_slots)
         if base is not None:
@@ -251,26 +295,29 @@ class Memory:
         return Matches(self.entries.map(lambda x: self.form.decode(at(x, slots))), ages, visible)
 
     def _find_by_kernel(
-        self, queries: Tensor, added: Tensor, sketch: Sketch, evicted_slots: EvictedSlots
+        self,
+        queries: Tensor,
+        added: Tensor,
+        sketch: Sketch,
+        slots: EvictedSlots,
+        placing: kernel.Placing | None,
     ) -> Matches:
-        num = self.sizes.num_recalled
+        num, turn = self.sizes.num_recalled, turn_of(queries.shape[4])
         assert num is not None
-        of_ages = (
-            evicted_slots.worths,
-            evicted_slots.newest,
-            evicted_slots.since,
-            evicted_slots.oldest,
-            added,
-        )
-        results = kernel.find(
-            (queries, *self.entries, self.base, sketch.numbers, sketch.scales, *of_ages),
+        of_ages = slots.worths, slots.newest, slots.since, slots.oldest
+        num_scored = max(NUM_SCORED, 3 * self.places.num_compared // 2)
+        keys, values, ages, visible, output, log_sum = kernel.find(
+            (queries, *self.entries, self.base, turn, *sketch.tensors, *of_ages, added),
             self.sizes.num_in_sight,
-            max(NUM_SCORED, 8 * num),
+            max(num_scored, min(max(NUM_ESTIMATED, 16 * num), self.num_slots // 4)),
+            num_scored,
             self.places.num_compared,
             num,
             self.alike,
+            placing,
         )
-        return Matches(KV(*results[:2]), *results[2:])
+        seen = None if placing is None else Recalled(output, log_sum)
+        return Matches(KV(keys, values), ages, visible, seen)
 
     def _find(
         self, queries: Tensor, added: Tensor, evicted_slots: EvictedSlots, span: slice

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvalign.aligners import Move
 from kvalign.aligners.entries import KV
+from kvalign.aligners.table import TABLES
 from kvalign.cache.attention import Recalled
 from kvalign.cache.passes import COUNTS, HOST, Pass, Sight
 from kvalign.cache.realigner import Realigner
@@ -30,16 +31,19 @@ class Matches(NamedTuple):
         entries: [B, H, T, R, D], without positions.
         ages: [B, H, T, R] int64, tokens from each entry to the query.
         visible: [B, H, T, R] bool; false where fewer than R entries were found.
+        seen: attention over them, if what found them attended; else None.
     """
 
     entries: KV
     ages: Tensor
     visible: Tensor
+    seen: Recalled | None = None
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Matches":
         """The same there, entries in this dtype."""
         entries = self.entries.map(lambda x: x.to(device, dtype))
-        return Matches(entries, self.ages.to(device), self.visible.to(device))
+        seen = self.seen and Recalled(*(x.to(device) for x in self.seen))
+        return Matches(entries, self.ages.to(device), self.visible.to(device), seen)
 
 
 class EvictedSlots:
@@ -178,6 +182,7 @@ class Recall:
         # The slots of a step whose entries, the window's oldest, give way.
         self.slots = slice(sizes.num_sinks, sizes.num_sinks + sizes.num_recalled)
         self._has_kernel = kernel.can_rotate(placer.rotation) and kernel.is_here()
+        self._placings: dict[int, kernel.Placing] = {}
 
     def batch_of(self, step: Pass, sight: Sight) -> QueryBatch:
         """The queries of a sight, for whichever layer."""
@@ -187,10 +192,8 @@ class Recall:
 
     def prepare(self) -> None:
         """Make all that our kernel needs of places."""
-        if self._has_kernel and self.places.by_age:
-            _ = self._far
-        if self._has_kernel and self.placer.rotation is not None:
-            _ = self._angles
+        for layer in self.layer_bias if self._has_kernel else ():
+            self._placings[layer] = self._placing_of(layer)
 
     def _batch_of(self, step: Pass, sight: Sight) -> QueryBatch:
         # Tokens are counted on the host, but in a step that is recorded.
@@ -215,7 +218,7 @@ class Recall:
         """
         if batch.angles is None:
             return query
-        if query.dtype == torch.float32 and self.has_kernel(query):
+        if self._has_kernel and query.is_cpu and not query.requires_grad:
             return kernel.rotate(query, batch.angles)
         return batch.angles.to(query.device).rotate(query)
 
@@ -240,49 +243,50 @@ class Recall:
 
     def as_seen(self, layer: int, queries: Tensor, batch: QueryBatch, matches: Matches) -> Recalled:
         """Return what queries [B, H, G, T, D] float32 take back, as each sees it."""
+        if matches.seen is not None:
+            return matches.seen
         keys, values = self.place_without_rotation(layer, batch, matches).map(
             lambda x: x.to(queries.dtype)
         )
-        rotation = self.placer.rotation
         queries = queries.transpose(2, 3)  # [B, H, T, G, D]
-        if self.has_kernel(queries):
-            bias = self._added(layer, matches.ages)
-            angles = None if rotation is None else self._angles
-            # To the kernel, each token and head of keys is a row.
-            output, log_sum = kernel.attend(
-                self._beyond(matches).flatten(0, -2),
-                queries.flatten(0, 2)[:, :, None],
-                keys.flatten(0, 2)[:, None],
-                values.flatten(0, 2)[:, None],
-                1.0,
-                angles=angles,
-                bias=None if bias is None else bias.flatten(0, 2),
-            )
-            of_rows = queries.shape[:3]
-            output, log_sum = output[:, 0].unflatten(0, of_rows), log_sum.unflatten(0, of_rows)
-        else:
-            if rotation is not None:
-                keys = rotation.shift(keys, self.places.beyond(matches.ages))
-            scores, bias = queries @ keys.mT, self.bias(layer, matches)
-            scores = scores if bias is None else scores + bias[:, :, :, None]
-            log_sum = scores.logsumexp(-1)
-            output = (scores - log_sum[..., None]).exp().nan_to_num(0.0) @ values
+        if (rotation := self.placer.rotation) is not None:
+            keys = rotation.shift(keys, self.places.beyond(matches.ages))
+        scores, bias = queries @ keys.mT, self.bias(layer, matches)
+        scores = scores if bias is None else scores + bias[:, :, :, None]
+        log_sum = scores.logsumexp(-1)
+        output = (scores - log_sum[..., None]).exp().nan_to_num(0.0) @ values
         return Recalled(output.transpose(2, 3), log_sum.transpose(2, 3))
 
-    def has_kernel(self, queries: Tensor) -> bool:
-        """Return whether our kernel can rotate such queries [..., D], or attend for them."""
-        fits = queries.device.type == "cpu" and queries.shape[-1] in kernel.DIMS
-        return self._has_kernel and fits and not queries.requires_grad
-
-    def _beyond(self, matches: Matches) -> Tensor:
-        """Return how far beyond the window matches lie, [B, H, T, R] int64; -1 where one is not
-        visible.
+    def placing(self, layer: int, queries: Tensor, batch: QueryBatch) -> kernel.Placing | None:
+        """Return how our kernel places what queries [B, H, G, T, D] of a layer find; None: it
+        cannot, or a slope is asked for.
         """
-        ages, places = matches.ages, self.places
-        if places.by_age:
-            of_places = places.most_apart(ages.shape[-1]), places.room
-            return kernel.beyond(ages, matches.visible, self._far, *of_places)
-        return places.beyond(ages).expand_as(ages).masked_fill(~matches.visible, -1)
+        if not self._has_kernel or queries.requires_grad:
+            return None
+        if layer not in self._placings:
+            self._placings[layer] = self._placing_of(layer)
+        placing = self._placings[layer]
+        if placing.tables is None or placing.angles is not None or placing.far is None:
+            return placing
+        now = torch.as_tensor(batch.positions)
+        now = now.reshape(-1, now.shape[-1] if now.dim() else 1)
+        return placing._replace(now=now.to(HOST).expand(batch.seen.shape))
+
+    @no_autograd_modes()
+    def _placing_of(self, layer: int) -> kernel.Placing:
+        places, tables = self.places, None
+        if (aligner := self.placer.aligner) is not None:
+            tables = [getattr(aligner, name)[layer].to(HOST) for name in TABLES]
+        return kernel.Placing(
+            tables=tables,
+            first=self.slots.start,
+            angles=None if self.placer.rotation is None else self._angles,
+            far=self._far if places.by_age else None,
+            most_apart=places.most_apart(self.slots.stop - self.slots.start),
+            room=places.room,
+            age_bias=self._age_bias,
+            bias=self.layer_bias[layer],
+        )
 
     @cached_property
     @no_autograd_modes()
@@ -292,9 +296,13 @@ class Recall:
 
     @cached_property
     @no_autograd_modes()
+    def _age_bias(self) -> Tensor | None:
+        return self.places.age_bias(torch.arange(self.sizes.num_in_sight + self.sizes.memory + 1))
+
+    @cached_property
+    @no_autograd_modes()
     def _angles(self) -> Tensor:
-        """Angles that move keys as far as they may lie beyond the window, as of
-        `kernel.attend`."""
+        """Angles that move keys as far as they may lie beyond the window."""
         assert self.placer.rotation is not None
         num, places = self.slots.stop - self.slots.start, self.places
         most = num
@@ -307,17 +315,10 @@ class Recall:
         """Return what is added to the scores of matches, [B, H, T, R] float32: -inf if one is
         not visible; None: nothing.
         """
-        added = self._added(layer, matches.ages)
-        if added is None:
-            on_cpu = matches.visible.device.type == "cpu"  # others would be waited for
-            if on_cpu and not torch.compiler.is_compiling() and matches.visible.all():
+        ages, layer_bias = matches.ages, self.layer_bias[layer]
+        if (added := self.places.age_bias(ages)) is None:
+            on_cpu = ages.device.type == "cpu" and not torch.compiler.is_compiling()
+            if not layer_bias and on_cpu and matches.visible.all():  # others would be waited for
                 return None
-            added = torch.zeros_like(matches.ages, dtype=torch.float32)
-        return added.masked_fill(~matches.visible, -torch.inf)
-
-    def _added(self, layer: int, ages: Tensor) -> Tensor | None:
-        """Same for entries that are all visible."""
-        bias, layer_bias = self.places.age_bias(ages), self.layer_bias[layer]
-        if bias is None and layer_bias:
-            bias = torch.zeros_like(ages, dtype=torch.float32)
-        return None if bias is None else bias + layer_bias
+            added = torch.zeros_like(ages, dtype=torch.float32)
+        return (added + layer_bias).masked_fill(~matches.visible, -torch.inf)

@@ -140,19 +140,24 @@ float softmax(float* scores, int64_t length) {
   return greatest(highest) == -INFINITY ? -INFINITY : greatest(highest) + std::log(total(sum));
 }
 
-enum Kind { FLOAT32, FLOAT16, BFLOAT16, INT8 };
+enum Kind { FLOAT32, FLOAT16, BFLOAT16, INT8, INT4 };
 
-// Keys or values, as `kvalign/cache/layer.py` says.
+// Keys or values, as `kvalign/cache/layer.py` says; keys in 4 bits as `kvalign/memory/memory.py` does.
 template <int VECTORS, Kind KIND>
 struct Entries {
   static constexpr int64_t dim = 16 * VECTORS;
-  static constexpr int64_t bytes = KIND == INT8 ? dim + sizeof(float) : dim * (KIND == FLOAT32 ? 4 : 2);
+  static constexpr int64_t bytes = KIND == INT4 ? dim / 2 : KIND == INT8 ? dim + sizeof(float) : dim * (KIND == FLOAT32 ? 4 : 2);
   const char* first;
 
   Entries from(int64_t slot) const { return {first + slot * bytes}; }
 
-  Floats part(int64_t slot, int i) const {  // 16 numbers, of int8 still without their scale
+  void prefetch() const {  // the first of them
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(first + i);
+  }
+
+  Floats part(int64_t slot, int i) const {  // 16 numbers, of int8 and int4 still without their scale
     const char* one = first + slot * bytes;
+    if (KIND == INT4) return from_int4(one + 8 * i) - floats(7.5f);
     if (KIND == INT8) return from_int8(one + 16 * i);
     if (KIND == FLOAT16) return from_float16((const uint8_t*)(one + 32 * i));
     if (KIND == BFLOAT16) return from_bfloat16((const uint8_t*)(one + 32 * i));
@@ -341,6 +346,7 @@ struct Attention {
       case FLOAT16: return head<VECTORS, FLOAT16>(h);
       case BFLOAT16: return head<VECTORS, BFLOAT16>(h);
       case INT8: return head<VECTORS, INT8>(h);
+      case INT4: return;  // no slots of a cache
     }
   }
 
@@ -432,46 +438,68 @@ float of_rank(int32_t rank) {
   return x;
 }
 
-// A number that so many of these reach, in vectors of 16, or as few more as can be; if there are fewer, the least one.
-float reached_by(const float* numbers, int64_t length, int64_t num) {
-  int64_t low = rank_of(std::numeric_limits<float>::lowest()), high = rank_of(INFINITY) + int64_t{1};
+// A number that so many of these reach, or up to `slack` more, in vectors of 16; or, where some are equal, as few more
+// as can be. None is a NaN, and so many are not -inf.
+float reached_by(const float* numbers, int64_t length, int64_t num, int64_t slack) {
+  Floats most = floats(-INFINITY), least = floats(INFINITY);
+  for (int64_t i = 0; i < length; i += 16) most = max(load(numbers + i), most);
+  for (int64_t i = 0; i < num; i += 16) least = min(load(numbers + i), least);
+  float all[16];
+  store(all, least);
+  int64_t low = rank_of(*std::min_element(all, all + 16)), high = rank_of(greatest(most)) + int64_t{1};
   while (high - low > 1) {
     const int64_t middle = low + (high - low) / 2;
-    const Floats least = floats(of_rank(middle));
+    const Floats reached = floats(of_rank(middle));
     int64_t found = 0;
-    for (int64_t i = 0; i < length; i += 16) found += num_at_least(load(numbers + i), least);
-    if (found == num) return of_rank(middle);
+    for (int64_t i = 0; i < length; i += 16) found += num_at_least(load(numbers + i), reached);
+    if (found >= num && found <= num + slack) return of_rank(middle);
     (found > num ? low : high) = middle;
   }
   return of_rank(low);
 }
 
-struct Best {  // finds the best so many of numbers, in their order; -inf is none
-  std::vector<float> maxima, worths;
+// Finds the best so many of numbers that come in vectors of 16, or up to `slack` more, in their order; -inf is none.
+struct Best {
+  std::vector<float> worths;
   std::vector<int32_t> found;
+  int64_t num, slack, room, end;
+  float least;  // what a number must reach
 
-  const std::vector<int32_t>& of(const float* worth, int64_t length, int64_t num) {  // in vectors of 16
-    // The best of 2 num shares: so many numbers are no less than the num-th of these.
-    const int64_t num_shares = (2 * num + 15) / 16;
-    maxima.assign(16 * num_shares, -INFINITY);
-    for (int64_t i = 0; i < length; i += 16) {
-      float* most = &maxima[i % (16 * num_shares)];
-      store(most, max(load(worth + i), load(most)));  // none is a NaN
+  void begin(int64_t most, int64_t more = 0) {
+    num = most, slack = more, room = 4 * (num + slack), end = 0, least = std::numeric_limits<float>::lowest();
+    found.resize(room + 32), worths.resize(room + 32);
+  }
+
+  void see(Floats worth, int64_t first) {  // none is a NaN
+    end += store_at_least(&found[end], &worths[end], lanes() + ints(first), worth, floats(least));
+    if (end >= room) keep();
+  }
+
+  void keep() {
+    if (end <= num + slack) return;
+    std::fill(&worths[end], &worths[end] + 16, -INFINITY);
+    const float last = reached_by(worths.data(), end, num, slack);
+    int64_t kept = 0;
+    for (int64_t i = 0; i < end; i += 16)
+      kept += store_at_least(&found[kept], &worths[kept], load_bytes(&found[i]), load(&worths[i]), floats(last));
+    end = kept, least = std::nextafter(last, INFINITY);
+    for (int64_t over = kept - num - slack, i = kept - 1; over > 0; i--) {  // of equal ones, the first
+      if (worths[i] > last) continue;
+      std::copy(&found[i + 1], &found[end], &found[i]), std::copy(&worths[i + 1], &worths[end], &worths[i]);
+      end--, over--;
     }
-    const Floats least = floats(reached_by(maxima.data(), maxima.size(), num));
-    found.resize(length + 16);
-    int64_t end = 0;
-    for (int64_t i = 0; i < length; i += 16) end += store_lanes_at_least(&found[end], load(worth + i), least, i);
+  }
+
+  std::vector<int32_t>& all() {
+    keep();
     found.resize(end);
-    if (end <= num) return found;
-    worths.assign((end + 15) / 16 * 16, -INFINITY);
-    for (int64_t i = 0; i < end; i++) worths[i] = worth[found[i]];
-    const float last = reached_by(worths.data(), worths.size(), num);
-    int64_t num_better = std::count_if(worths.begin(), worths.end(), [&](float x) { return x > last; }), kept = 0;
-    for (int64_t i = 0; i < end; i++)  // of equal ones, the first
-      if (worths[i] > last || (worths[i] == last && num_better++ < num)) found[kept++] = found[i];
-    found.resize(kept);
     return found;
+  }
+
+  std::vector<int32_t>& of(const std::vector<float>& numbers, int64_t most) {
+    begin(most);
+    for (size_t i = 0; i < numbers.size(); i += 16) see(load(&numbers[i]), i);
+    return all();
   }
 };
 
@@ -480,133 +508,175 @@ struct Candidate {
   int64_t slot, age;
 };
 
+constexpr float FINE = 0.3352f / 0.996f;  // the distance of 16 levels, relative to that of four (`kvalign/memory/memory.py`)
+
 struct Search {
-  const float *queries, *bases, *scales, *worths;
-  const uint8_t* sketch;
-  const char *keys, *values;
+  const float *queries, *bases, *worths, *turn;  // `turn`: [D, D], of queries that meet the sketch
+  const uint8_t *sketch, *scales;
+  const char *fine_keys, *keys, *values;
   const float* added;  // to the scores of each query, [B, H, G, T]
   const int64_t *newest, *since, *oldest;
   float *found_keys, *found_values;
   int64_t* ages;
   bool* visible;
   int64_t num_heads, num_queries, num_tokens, num_slots;  // queries of a head of keys, tokens that ask
-  int64_t num_ages, near, num_scored, num_compared, num_recalled;
+  int64_t num_ages, near, num_estimated, num_scored, num_compared, num_recalled;
   Kind kind;
-  bool rows_are_alike;  // one row of `since` and `oldest` for all
+  bool rows_are_alike;  // one row of `since`, `oldest` and `now` for all
   float alike;
+  // How the queries see what is found, as kernel.py says of `Placing`; or nobody asks.
+  float *out = nullptr, *log_sums = nullptr;
+  const float *key_bases, *far, *age_bias, *cosines, *sines;
+  const int64_t* now;
+  Tables tables{};
+  int64_t num_pairs, first_place, most_apart, room;
+  float bias;
 
-  // A query rounded to 8 bits, by fours of its numbers.
+  // A query, and how it meets a sketch: turned, and rounded to 8 bits, by fours of its numbers.
   template <int VECTORS>
-  struct Rounded {
+  struct Asked {
+    const float* query;
+    float added, of_base;  // to its scores with keys, and with a sketch
+    float turned[16 * VECTORS];
     int32_t fours[4 * VECTORS];
     float scale, middle;  // score = scale * (sum of products - middle) * scale of a key + of_base
-    float of_base;  // its product with what all keys of the head have in common
 
-    Rounded(const float* query, const float* base, float added) {
+    Asked(const float* query, float added, const float* base, const float* turn) : query(query), added(added) {
       constexpr int64_t dim = 16 * VECTORS;
-      float most = 0;
-      Floats products = load(query) * load(base);
-      for (int i = 1; i < VECTORS; i++) products = fma(load(query + 16 * i), load(base + 16 * i), products);
+      Floats products = floats(0), sums[VECTORS];
+      for (auto& sum : sums) sum = floats(0);
+      for (int i = 0; i < VECTORS; i++) products = fma(load(query + 16 * i), load(base + 16 * i), products);
       of_base = total(products) + added;
-      for (int64_t j = 0; j < dim; j++) most = std::max(most, std::fabs(query[j]));
-      scale = most / 127;
-      int8_t numbers[dim];
-      int64_t sum = 0;
-      for (int64_t j = 0; j < dim; j++) {
-        numbers[j] = scale > 0 ? (int8_t)std::lrint(query[j] / scale) : 0;
-        sum += numbers[j];
+      for (int64_t j = 0; j < dim; j++)
+        for (int i = 0; i < VECTORS; i++) sums[i] = fma(floats(query[j]), load(turn + j * dim + 16 * i), sums[i]);
+      Ints most = ints(0), sum = ints(0);
+      for (int i = 0; i < VECTORS; i++) {
+        store(turned + 16 * i, sums[i]);
+        most = max(most, magnitude_bits(sums[i]));
       }
-      std::memcpy(fours, numbers, dim);
-      middle = 7.5f * sum;
+      const int32_t found = greatest(most);  // it may be a NaN
+      std::memcpy(&scale, &found, sizeof scale);
+      scale /= 127;
+      for (int i = 0; i < VECTORS; i++) {
+        const Ints whole = to_ints(sums[i] * floats(scale > 0 ? 1 / scale : 0));
+        store_int8(fours + 4 * i, whole);
+        sum = sum + whole;
+      }
+      middle = 1.5f * total(sum);
     }
   };
 
   // What 16 keys of a sketch may count for the queries: of each the greatest.
   template <int VECTORS>
-  static Floats estimate(const std::vector<Rounded<VECTORS>>& rounded, const uint8_t* block, const float* scale) {
-    Ints halves[4 * VECTORS];
-    for (int c = 0; c < 2 * VECTORS; c++) {
-      const Ints both = load_bytes(block + 64 * c);
-      halves[2 * c] = low_halves(both);
-      halves[2 * c + 1] = high_halves(both);
-    }
-    Floats most = floats(-INFINITY);
-    for (const auto& query : rounded) {
-      const Floats sum = to_floats(dot<4, 4 * VECTORS>(halves, query.fours, 0));
+  static Floats estimate(const std::vector<Asked<VECTORS>>& all, const uint8_t* block, const uint8_t* scale) {
+    Ints fours[4 * VECTORS];
+    for (int c = 0; c < 4 * VECTORS; c++) fours[c] = quarters(load_bytes(block + 64 * (c / 4)), c % 4);
+    Floats most = floats(-INFINITY), of_keys = from_float16(scale);
+    for (const auto& query : all) {
+      const Floats sum = to_floats(dot<2, 4 * VECTORS>(fours, query.fours, 0));
       const Floats score = (sum - floats(query.middle)) * floats(query.scale);
-      most = max(fma(score, load(scale), floats(query.of_base)), most);  // none is a NaN
+      most = max(fma(score, of_keys, floats(query.of_base)), most);  // none is a NaN
     }
     return most;
   }
 
-  // The scores of the keys in `num` slots, in vectors of 16: of each the greatest that a query gives it.
+  // The scores of keys in slots, in vectors of 16: of each the greatest that a query gives it. Those of 4 bits have
+  // scales apart.
   template <int VECTORS, Kind KIND>
-  void scores(const float* query, const float* add, Entries<VECTORS, KIND> x, const int32_t* slots, int64_t num,
-              float* out) const {
-    constexpr int64_t dim = 16 * VECTORS;
-    Floats q[VECTORS], sums[16];
-    for (int64_t first = 0; first < num; first += 16)
-      for (int64_t r = 0; r < num_queries; r++) {
-        for (int i = 0; i < VECTORS; i++) q[i] = load(query + r * num_tokens * dim + 16 * i);
-        for (int64_t j = 0; j < 16; j++) {
-          const int64_t one = slots[std::min(first + j, num - 1)];
-          sums[j] = q[0] * x.part(one, 0);
-          for (int i = 1; i < VECTORS; i++) sums[j] = fma(q[i], x.part(one, i), sums[j]);
-          sums[j] = x.scaled(one, sums[j]);
+  static void scores(const std::vector<Asked<VECTORS>>& all, Entries<VECTORS, KIND> x, const uint16_t* scale_of,
+                     const std::vector<int32_t>& slots, std::vector<float>& out) {
+    constexpr int64_t AHEAD = 32;
+    const int64_t num = slots.size();
+    out.assign((num + 15) / 16 * 16, -INFINITY);
+    Floats x_of[VECTORS];
+    std::vector<Floats> sums(16 * all.size());
+    for (int64_t j = 0; j < std::min(AHEAD, num); j++) x.from(slots[j]).prefetch();
+    for (int64_t first = 0; first < num; first += 16) {
+      for (int64_t j = first + AHEAD; j < std::min(first + AHEAD + 16, num); j++) x.from(slots[j]).prefetch();
+      uint16_t halves[16] = {};
+      for (int64_t j = first; KIND == INT4 && j < std::min(first + 16, num); j++) halves[j - first] = scale_of[slots[j]];
+      const Floats scales = from_float16((const uint8_t*)halves) * floats(FINE);
+      for (int64_t j = 0; j < 16; j++) {
+        const int64_t one = slots[std::min(first + j, num - 1)];
+        for (int i = 0; i < VECTORS; i++) x_of[i] = x.part(one, i);
+        for (size_t r = 0; r < all.size(); r++) {
+          const float* q = KIND == INT4 ? all[r].turned : all[r].query;
+          Floats sum = load(q) * x_of[0];
+          for (int i = 1; i < VECTORS; i++) sum = fma(load(q + 16 * i), x_of[i], sum);
+          sums[16 * r + j] = x.scaled(one, sum);
         }
-        const Floats found = totals(sums) + floats(add[r * num_tokens]);
-        store(out + first, r == 0 ? found : max(found, load(out + first)));
       }
+      for (size_t r = 0; r < all.size(); r++) {
+        Floats found = totals(&sums[16 * r]);
+        found = KIND == INT4 ? fma(found, scales, floats(all[r].of_base)) : found + floats(all[r].added);
+        store(&out[first], max(found, load(&out[first])));
+      }
+    }
+    std::fill(out.begin() + num, out.end(), -INFINITY);
   }
 
   template <int VECTORS, Kind KIND>
   void tokens(int64_t begin, int64_t end) const {  // of all rows and heads
     using Stored = Entries<VECTORS, KIND>;
     constexpr int64_t dim = 16 * VECTORS;
-    std::vector<float> estimates(num_slots), exact, apart, worth;
+    std::vector<float> of_slots, apart, worth;
     std::vector<bool> is_unsaid;
-    std::vector<Rounded<VECTORS>> rounded;
+    std::vector<Asked<VECTORS>> all;
     std::vector<Candidate> found;
     std::vector<int32_t> slots;
     Best best;
     for (int64_t i = begin; i < end; i++) {
       const int64_t head = i / num_tokens, t = i % num_tokens, row = head / num_heads;
-      const int64_t of_row = rows_are_alike ? 0 : row, asked = of_row * num_tokens + t;
+      const int64_t of_row = rows_are_alike ? 0 : row, of_token = of_row * num_tokens + t;
       const float* add_to = added + head * num_queries * num_tokens + t;
       const float* query = queries + (head * num_queries * num_tokens + t) * dim;
       const Stored k = Stored{keys}.from(head * num_slots), v = Stored{values}.from(head * num_slots);
-      const int64_t last = newest[of_row] % num_slots, after = since[asked], farthest = oldest[asked];
+      const int64_t last = newest[of_row] % num_slots, after = since[of_token], farthest = oldest[of_token];
       auto age = [&](int64_t slot) { return (slot > last ? last + num_slots - slot : last - slot) + after; };
       auto is_lost = [&](int64_t age) { return age > near && age <= farthest; };
       auto worth_of = [&](int64_t age) { return worths[num_ages - 1 - age]; };
-      // 1. What the lost entries may count, in blocks of 16 slots.
-      rounded.clear();
+      // 1. What the lost entries may count by 2 bits, in blocks of 16 slots.
+      all.clear();
       for (int64_t r = 0; r < num_queries; r++)
-        rounded.emplace_back(query + r * num_tokens * dim, bases + head * dim, add_to[r * num_tokens]);
-      for (int64_t slot = 0; slot < num_slots; slot += 16) {
-        float by_age[16];
-        const int64_t first = age(slot), newest = age(slot + 15);
-        const float* add = worths + num_ages - 1 - first;
-        const bool in_turn = first - newest == 15;  // but where the ring ends
-        if (in_turn && (first <= near || newest > farthest)) {
-          store(&estimates[slot], floats(-INFINITY));
-          continue;
-        }
-        if (!in_turn || newest <= near || first > farthest) {
-          for (int64_t j = 0; j < 16; j++) by_age[j] = is_lost(age(slot + j)) ? worth_of(age(slot + j)) : -INFINITY;
-          add = by_age;
-        }
+        all.emplace_back(query + r * num_tokens * dim, add_to[r * num_tokens], bases + head * dim, turn);
+      best.begin(num_estimated, num_estimated / 8);
+      const auto see = [&](int64_t slot, const float* add, int64_t num_blocks) {
         const int64_t at = head * num_slots + slot;
-        store(&estimates[slot], estimate<VECTORS>(rounded, sketch + at * (dim / 2), scales + at) + load(add));
+        const uint8_t *block = sketch + at * (dim / 4), *scale = scales + at * 2;
+        Floats least = floats(best.least);
+        for (int64_t end = slot + 16 * num_blocks; slot < end; slot += 16, block += 4 * dim, scale += 32, add += 16) {
+          const Floats worth = estimate<VECTORS>(all, block, scale) + load(add);
+          if (!num_at_least(worth, least)) continue;
+          best.see(worth, slot);
+          least = floats(best.least);
+        }
+      };
+      for (int64_t slot = 0; slot < num_slots;) {
+        float by_age[16];
+        const int64_t first = age(slot), newest = age(slot + 15), end = slot <= last ? last + 1 : num_slots;
+        const bool in_turn = first - newest == 15;  // but where the ring ends
+        int64_t num_blocks = 1;
+        if (in_turn && first <= farthest && newest > near) {  // all are lost, and of some blocks more
+          num_blocks = std::min((end - slot) / 16, (newest - near + 15) / 16);
+          see(slot, worths + num_ages - 1 - first, num_blocks);
+        } else if (!in_turn || (first > near && newest <= farthest)) {
+          for (int64_t j = 0; j < 16; j++) by_age[j] = is_lost(age(slot + j)) ? worth_of(age(slot + j)) : -INFINITY;
+          see(slot, by_age, 1);
+        }
+        slot += 16 * num_blocks;
       }
-      // 2. The best of them: their worth, in the order of time.
-      slots = best.of(estimates.data(), num_slots, std::min(num_scored, num_slots));
-      exact.assign((slots.size() + 15) / 16 * 16, -INFINITY);
-      if (!slots.empty()) scores(query, add_to, k, slots.data(), slots.size(), exact.data());
-      for (size_t j = 0; j < exact.size(); j++) exact[j] = j < slots.size() ? exact[j] + worth_of(age(slots[j])) : -INFINITY;
+      // 2. The best of them by 4 bits, and of those their worth, in the order of time.
+      slots = best.all();
+      const auto best_of_slots = [&](auto entries, int64_t num) -> std::vector<int32_t>& {
+        scores(all, entries, (const uint16_t*)scales + head * num_slots, slots, of_slots);
+        for (size_t j = 0; j < slots.size(); j++) of_slots[j] += worth_of(age(slots[j]));
+        return best.of(of_slots, num);
+      };
+      const Entries<VECTORS, INT4> fine{fine_keys};
+      for (int32_t& j : best_of_slots(fine.from(head * num_slots), num_scored)) j = slots[j];
+      slots = best.found;
       found.clear();
-      for (const int32_t j : best.of(exact.data(), exact.size(), num_compared))
-        found.push_back({exact[j], slots[j], age(slots[j])});
+      for (const int32_t j : best_of_slots(k, num_compared)) found.push_back({of_slots[j], slots[j], age(slots[j])});
       const auto is_newer = [&](const Candidate& one) { return one.slot <= last; };  // than those beyond it
       std::rotate(found.begin(), std::find_if_not(found.begin(), found.end(), is_newer), found.end());
       // 3. Of those, the best that no newer one says again.
@@ -616,7 +686,7 @@ struct Search {
       is_unsaid.assign(found.size(), false);
       for (bool are_unsaid = false; !are_unsaid;) {
         are_unsaid = true;
-        for (const int32_t j : best.of(worth.data(), worth.size(), num_recalled)) {
+        for (const int32_t j : best.of(worth, num_recalled)) {
           if (is_unsaid[j]) continue;
           is_unsaid[j] = !is_said_again<VECTORS>(apart, j, found.size());
           if (!is_unsaid[j]) worth[j] = -INFINITY, are_unsaid = false;
@@ -624,6 +694,7 @@ struct Search {
       }
       const auto& kept = best.found;
       const int64_t missing = num_recalled - kept.size();
+      for (const int32_t j : kept) v.from(found[j].slot).prefetch();
       for (int64_t j = 0; j < num_recalled; j++) {
         const int64_t to = i * num_recalled + j;
         const Candidate one = j < missing ? Candidate{0, 0, 0} : found[kept[j - missing]];
@@ -632,6 +703,46 @@ struct Search {
         k.copy(one.slot, found_keys + to * dim);
         v.copy(one.slot, found_values + to * dim);
       }
+      if (out) attend<VECTORS>(all, i, now ? now[of_token] : 0);
+    }
+  }
+
+  // What the queries of one token and head of keys see of what they found.
+  template <int VECTORS>
+  void attend(const std::vector<Asked<VECTORS>>& all, int64_t i, int64_t position) const {
+    constexpr int64_t dim = 16 * VECTORS;
+    const int64_t first = i * num_recalled, head = i / num_tokens, own = head % num_heads;
+    std::vector<float> x[2] = {{found_keys + first * dim, found_keys + (first + num_recalled) * dim},
+                               {found_values + first * dim, found_values + (first + num_recalled) * dim}};
+    std::vector<float> queries, added(num_recalled), of_all(num_queries), seen(num_queries * dim);
+    std::vector<int64_t> places(num_recalled, -1);
+    double beyond = 0;
+    for (int64_t j = num_recalled - 1; j >= 0; j--) {  // what is not there comes first
+      const int64_t age = ages[first + j], newer = j == num_recalled - 1 ? -1 : ages[first + j + 1];
+      if (!visible[first + j]) break;
+      if (far) beyond += std::max<float>(far[age] - (newer < 0 ? 0 : far[newer]), newer < 0 ? 0 : std::min(age - newer, most_apart));
+      const int64_t away = far ? std::min((int64_t)std::nearbyint((float)beyond), room) : num_recalled - 1 - j;
+      const int64_t at = tables.row(own, now ? std::max(position - near - 1 - away, int64_t{0}) : first_place + j);
+      const float* means[] = {tables.key_means, tables.value_means};
+      const float* scales[] = {tables.key_scales, tables.value_scales};
+      for (int64_t d = 0; key_bases && d < dim; d++) x[0][j * dim + d] += key_bases[own * dim + d];
+      for (int part = 0; tables.key_means && part < 2; part++)
+        for (int64_t d = 0; d < dim; d++) {
+          float& number = x[part][j * dim + d];
+          number = means[part][at * dim + d] + number * scales[part][at];
+        }
+      rotate(&x[0][j * dim], cosines + away * num_pairs, sines + away * num_pairs, num_pairs);
+      places[j] = 0, added[j] = bias + (age_bias ? age_bias[age] : 0);
+    }
+    for (const auto& one : all) queries.insert(queries.end(), one.query, one.query + dim);
+    Attention attention{queries.data(), (char*)x[0].data(), (char*)x[1].data(), places.data(), seen.data(), of_all.data(), added.data()};
+    attention.num_heads = 1, attention.num_queries = num_queries, attention.num_slots = num_recalled, attention.scale = 1;
+    attention.num_pairs = 0, attention.bases = nullptr;
+    attention.template head<VECTORS, FLOAT32>(0);
+    for (int64_t r = 0; r < num_queries; r++) {
+      const int64_t to = (head * num_queries + r) * num_tokens + i % num_tokens;
+      std::memcpy(out + to * dim, &seen[r * dim], dim * sizeof(float));
+      log_sums[to] = of_all[r];
     }
   }
 
@@ -681,6 +792,7 @@ struct Search {
         case FLOAT16: return search.tokens<VECTORS, FLOAT16>(begin, end);
         case BFLOAT16: return search.tokens<VECTORS, BFLOAT16>(begin, end);
         case INT8: return search.tokens<VECTORS, INT8>(begin, end);
+        case INT4: return;
       }
     };
     torch_parallel_for(0, num_rows * num_heads * num_tokens, 1, all, this);
@@ -753,10 +865,10 @@ SHIM aoti_torch_cpu_packed_product(AtenTensorHandle rows, AtenTensorHandle packe
 SHIM aoti_torch_cpu_attend(AtenTensorHandle places, AtenTensorHandle query, AtenTensorHandle keys,
                            AtenTensorHandle values, AtenTensorHandle angles, AtenTensorHandle bases,
                            AtenTensorHandle asking, AtenTensorHandle key_means, AtenTensorHandle value_means,
-                           AtenTensorHandle key_scales, AtenTensorHandle value_scales, AtenTensorHandle bias,
+                           AtenTensorHandle key_scales, AtenTensorHandle value_scales,
                            AtenTensorHandle beside, AtenTensorHandle of_beside, double scale, int64_t num_sinks,
                            AtenTensorHandle* result, AtenTensorHandle* of_all) {
-  for (const auto tensor : {places, query, angles, bases, asking, key_means, value_means, key_scales, value_scales, bias, beside, of_beside}) {
+  for (const auto tensor : {places, query, angles, bases, asking, key_means, value_means, key_scales, value_scales, beside, of_beside}) {
     bool is_contiguous = false;
     aoti_torch_is_contiguous(tensor, &is_contiguous);
     if (!is_contiguous) return AOTI_TORCH_FAILURE;
@@ -777,7 +889,6 @@ SHIM aoti_torch_cpu_attend(AtenTensorHandle places, AtenTensorHandle query, Aten
   attention.kind = kind_of(keys), attention.num_pairs = size_of(angles, 3);
   attention.cosines = data_of(angles), attention.sines = attention.cosines + size_of(angles, 2) * attention.num_pairs;
   attention.bases = is_none(bases) ? nullptr : data_of(bases);
-  attention.bias = is_none(bias) ? nullptr : data_of(bias);
   if (!is_none(beside)) attention.beside = data_of(beside), attention.of_beside = data_of(of_beside);
   const int64_t num_places = is_none(key_means) ? 0 : size_of(key_means, 1);
   if (num_places) {
@@ -808,14 +919,14 @@ void packed_product(StableIValue* stack, uint64_t, uint64_t) {
   give(stack, 2, error, result);
 }
 
-constexpr int ATTENDED = 14, WRITTEN = 10;  // tensors
+constexpr int ATTENDED = 13, WRITTEN = 10;  // tensors
 
 void attend(AtenTensorHandle* x, StableIValue* stack, int num_tensors) {
   AtenTensorHandle result = nullptr, of_all = nullptr;
   double scale;
   std::memcpy(&scale, stack + num_tensors, sizeof scale);
   const auto error = aoti_torch_cpu_attend(x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9], x[10], x[11], x[12],
-                                           x[13], scale, (int64_t)stack[num_tensors + 1], &result, &of_all);
+                                           scale, (int64_t)stack[num_tensors + 1], &result, &of_all);
   give(stack, num_tensors, error, result);
   stack[1] = (StableIValue)of_all;
 }
@@ -861,30 +972,6 @@ void write_and_attend(StableIValue* stack, uint64_t, uint64_t) {
   attend(x, stack, GIVEN);
 }
 
-// Of what kernel.py says of `beyond`, in its order.
-void beyond(StableIValue* stack, uint64_t, uint64_t) {
-  const auto given_ages = tensor(stack[0]), given_visible = tensor(stack[1]), given_far = tensor(stack[2]);
-  const int64_t most_apart = (int64_t)stack[3], room = (int64_t)stack[4];
-  const int64_t num_lists = size_of(given_ages, 0), num = size_of(given_ages, 1);
-  AtenTensorHandle result = made({num_lists, num}, aoti_torch_dtype_int64());
-  const int64_t* ages = (int64_t*)data_of(given_ages);
-  const bool* visible = (bool*)data_of(given_visible);
-  const float* far = data_of(given_far);
-  int64_t* places = (int64_t*)data_of(result);
-  for (int64_t i = 0; i < num_lists; i++, ages += num, visible += num, places += num) {
-    double sum = 0;
-    for (int64_t j = num - 1; j >= 0; j--) {  // what is not there comes first
-      places[j] = -1;
-      if (!visible[j]) continue;
-      const bool is_newest = j == num - 1;
-      const float least = is_newest ? 0 : std::min(ages[j] - ages[j + 1], most_apart);
-      sum += std::max(far[ages[j]] - (is_newest ? 0 : far[ages[j + 1]]), least);
-      places[j] = std::min((int64_t)std::nearbyint((float)sum), room);
-    }
-  }
-  give(stack, 3, AOTI_TORCH_SUCCESS, result);
-}
-
 // Of what kernel.py says of `rotate`, in its order.
 void rotate_rows(StableIValue* stack, uint64_t, uint64_t) {
   const auto x = tensor(stack[0]), cosines = tensor(stack[1]), sines = tensor(stack[2]);
@@ -903,35 +990,46 @@ void rotate_rows(StableIValue* stack, uint64_t, uint64_t) {
 
 // Of what kernel.py says of `find`, in its order.
 void find(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr int GIVEN = 11;
+  constexpr int GIVEN = 22;
   AtenTensorHandle given[GIVEN];
   for (int i = 0; i < GIVEN; i++) given[i] = tensor(stack[i]);
-  const auto [queries, keys, values, bases, sketch, scales, worths, newest, since, oldest, added] = given;
-  const int64_t rows = size_of(keys, 0), heads = size_of(keys, 1), slots = size_of(keys, 2);
-  const int64_t dim = size_of(queries, 4);
-  const int64_t tokens = size_of(queries, 3), num = (int64_t)stack[GIVEN + 3];
+  const auto [queries, keys, values, bases, turn, sketch, scales, fine_keys, worths, newest, since, oldest, added, key_means,
+              value_means, key_scales, value_scales, key_bases, angles, far, age_bias, now] = given;
+  const int64_t* nums = (int64_t*)stack + GIVEN;
+  const int64_t rows = size_of(keys, 0), heads = size_of(keys, 1), group = size_of(queries, 2), tokens = size_of(queries, 3);
+  const int64_t dim = size_of(queries, 4), num = nums[4];
   AtenTensorHandle found[] = {made({rows, heads, tokens, num, dim}, aoti_torch_dtype_float32()),
                               made({rows, heads, tokens, num, dim}, aoti_torch_dtype_float32()),
                               made({rows, heads, tokens, num}, aoti_torch_dtype_int64()),
-                              made({rows, heads, tokens, num}, aoti_torch_dtype_bool())};
-  Search search{data_of(queries), data_of(bases), data_of(scales), data_of(worths), (uint8_t*)data_of(sketch)};
-  search.keys = (char*)data_of(keys), search.values = (char*)data_of(values);
+                              made({rows, heads, tokens, num}, aoti_torch_dtype_bool()),
+                              made({rows, heads, group, tokens, dim}, aoti_torch_dtype_float32()),
+                              made({rows, heads, group, tokens}, aoti_torch_dtype_float32())};
+  const auto or_none = [](AtenTensorHandle x) { return is_none(x) ? nullptr : data_of(x); };
+  Search search{data_of(queries), data_of(bases), data_of(worths), data_of(turn)};
+  search.sketch = (uint8_t*)data_of(sketch), search.scales = (uint8_t*)data_of(scales);
+  search.fine_keys = (char*)data_of(fine_keys), search.keys = (char*)data_of(keys), search.values = (char*)data_of(values);
   search.kind = kind_of(keys), search.added = data_of(added);
   search.newest = (int64_t*)data_of(newest), search.since = (int64_t*)data_of(since);
   search.oldest = (int64_t*)data_of(oldest);
   search.found_keys = data_of(found[0]), search.found_values = data_of(found[1]);
   search.ages = (int64_t*)data_of(found[2]), search.visible = (bool*)data_of(found[3]);
-  search.num_heads = heads, search.num_queries = size_of(queries, 2), search.num_tokens = tokens;
-  search.num_slots = slots, search.num_ages = size_of(worths, 0);
-  search.near = (int64_t)stack[GIVEN], search.num_scored = (int64_t)stack[GIVEN + 1];
-  search.num_compared = (int64_t)stack[GIVEN + 2], search.num_recalled = num;
+  search.num_heads = heads, search.num_queries = group, search.num_tokens = tokens;
+  search.num_slots = size_of(keys, 2), search.num_ages = size_of(worths, 0);
+  search.near = nums[0], search.num_estimated = nums[1], search.num_scored = nums[2], search.num_compared = nums[3];
+  search.num_recalled = num, search.first_place = nums[5], search.most_apart = nums[6], search.room = nums[7];
   search.rows_are_alike = size_of(since, 0) == 1;
-  double alike;
-  std::memcpy(&alike, stack + GIVEN + 4, sizeof alike);
-  search.alike = alike;
+  double alike, bias;
+  std::memcpy(&alike, stack + GIVEN + 8, sizeof alike), std::memcpy(&bias, stack + GIVEN + 9, sizeof bias);
+  search.alike = alike, search.bias = bias;
+  if (search.first_place >= 0) search.out = data_of(found[4]), search.log_sums = data_of(found[5]);
+  search.key_bases = or_none(key_bases), search.far = or_none(far), search.age_bias = or_none(age_bias);
+  search.now = (int64_t*)or_none(now), search.num_pairs = size_of(angles, 3);
+  search.cosines = data_of(angles), search.sines = search.cosines + size_of(angles, 2) * search.num_pairs;
+  if (!is_none(key_means))
+    search.tables = {data_of(key_means), data_of(value_means), data_of(key_scales), data_of(value_scales), size_of(key_means, 1), 0};
   const auto error = run_for(dim, search, rows);
   give(stack, GIVEN, error, found[0]);
-  for (int i = 1; i < 4; i++) stack[i] = (StableIValue)found[i];
+  for (int i = 1; i < 6; i++) stack[i] = (StableIValue)found[i];
 }
 
 struct Registered {
@@ -941,7 +1039,6 @@ struct Registered {
     aoti_torch_library_impl(library, "packed_product", packed_product);
     aoti_torch_library_impl(library, "attend", attend);
     aoti_torch_library_impl(library, "write_and_attend", write_and_attend);
-    aoti_torch_library_impl(library, "beyond", beyond);
     aoti_torch_library_impl(library, "rotate", rotate_rows);
     aoti_torch_library_impl(library, "find", find);
   }

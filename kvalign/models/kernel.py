@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,22 +31,23 @@ SOURCES = [Path(__file__).with_name(name) for name in ("kernel.cpp", "vectors.h"
 DIMS = (16, 32, 64, 80, 96, 128)  # of heads that `attend` takes
 _SHIMS = {
     "packed_product": "AtenTensorHandle, AtenTensorHandle, int64_t, AtenTensorHandle*",
-    "attend": f"{'AtenTensorHandle, ' * 14}double, int64_t, AtenTensorHandle*, AtenTensorHandle*",
+    "attend": f"{'AtenTensorHandle, ' * 13}double, int64_t, AtenTensorHandle*, AtenTensorHandle*",
 }
 """Arguments of the functions that compiled steps call, past the dispatcher."""
 _TABLES = ("key_means", "value_means", "key_scales", "value_scales")
 _ATTENDED = (
     *("places", "query", "keys", "values", "angles", "bases", "asking", *_TABLES),
-    *("bias", "beside", "of_beside"),
+    *("beside", "of_beside"),
 )
 _WRITTEN = (
     *("slot", "new_keys", "new_values", "new_places", "hidden_weight", "hidden_bias"),
     *("key_weight", "key_bias", "value_weight", "value_bias"),
 )
 _SEARCHED = (
-    *("queries", "keys", "values", "bases", "sketch", "scales"),
-    *("worths", "newest", "since", "oldest", "added"),
+    *("queries", "keys", "values", "bases", "turn", "sketch", "scales"),
+    *("fine_keys", "worths", "newest", "since", "oldest", "added"),
 )
+_PLACING = (*_TABLES, "key_bases", "angles", "far", "age_bias", "now")
 _FITS = {
     "AVX512": ("avx512_f", "avx512_bw", "avx512_vl", "avx512_vnni", "fma3"),
     "AVX2": ("avx2", "fma3", "f16c"),
@@ -120,14 +121,14 @@ def _define() -> torch.library.Library:
     of_attention = ", ".join(f"Tensor {name}" for name in _ATTENDED)
     is_written = {"keys": "(a!)", "values": "(b!)"}
     of_both = (f"Tensor{is_written.get(name, '')} {name}" for name in _ATTENDED + _WRITTEN)
-    of_search = ", ".join(f"Tensor {name}" for name in _SEARCHED)
-    nums = "int near, int num_scored, int num_compared, int num_recalled, float alike"
+    of_search = ", ".join(f"Tensor {name}" for name in _SEARCHED + _PLACING)
+    nums = "near, num_estimated, num_scored, num_compared, num_recalled, first, most_apart, room"
+    of_search += "".join(f", int {name}" for name in nums.split(", ")) + ", float alike, float bias"
     for schema in (
         "packed_product(Tensor rows, Tensor packed, int num_out) -> Tensor",
         f"attend({of_attention}, float scale, int num_sinks) -> (Tensor, Tensor)",
-        f"find({of_search}, {nums}) -> (Tensor, Tensor, Tensor, Tensor)",
+        f"find({of_search}) -> ({', '.join(['Tensor'] * 6)})",
         f"write_and_attend({', '.join(of_both)}, float scale, int num_sinks) -> (Tensor, Tensor)",
-        "beyond(Tensor ages, Tensor visible, Tensor far, int most_apart, int room) -> Tensor",
         "rotate(Tensor x, Tensor cosines, Tensor sines) -> Tensor",
     ):
         library.define(schema)
@@ -140,17 +141,16 @@ def _define() -> torch.library.Library:
         return query.new_empty(num_rows, 1, num_heads, head_dim), query.new_empty(query.shape[:2])
 
     def find(queries: Tensor, keys: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        shape = (*keys.shape[:2], queries.shape[3], others[-2])
+        shape = (*keys.shape[:2], queries.shape[3], others[-6])
         entries = [queries.new_empty(*shape, queries.shape[4]) for _ in range(2)]
-        return *entries, *(keys.new_empty(shape, dtype=x) for x in (torch.int64, torch.bool))
+        ages, visible = (keys.new_empty(shape, dtype=x) for x in (torch.int64, torch.bool))
+        output, log_sum = torch.empty_like(queries), queries.new_empty(queries.shape[:4])
+        return *entries, ages, visible, output, log_sum
 
     def rotate(x: Tensor, *others: Any) -> Tensor:
         return torch.empty_like(x)
 
-    def beyond(ages: Tensor, *others: Any) -> Tensor:
-        return torch.empty_like(ages)
-
-    for shape_of in (packed_product, attend, find, beyond, rotate):
+    for shape_of in (packed_product, attend, find, rotate):
         torch.library.register_fake(f"kvalign::{shape_of.__name__}", shape_of, lib=library)
     torch.library.register_fake("kvalign::write_and_attend", attend, lib=library)
     return library
@@ -197,7 +197,6 @@ def attend(
     tables: Sequence[Tensor] | None = None,
     asking: Tensor | None = None,
     num_sinks: int = 0,
-    bias: Tensor | None = None,
     beside: Sequence[Tensor] | None = None,
     new: Sequence[Tensor] | None = None,
     network: Sequence[Tensor] = (),
@@ -217,7 +216,6 @@ def attend(
             entry at place p is mean[p] + scale[p] * (what is stored). Empty: as it is stored.
         asking: [B, H, 1, D], the query as it meets the means of keys; None: as it is.
         num_sinks: entries at the first places, which are stored as they are.
-        bias: [B, S] float32, added to the scores of each slot; None: 0.
         beside: what this function returned of the same queries and other entries, [B, H, D] and
             [B, H] float32: the output is as if those were slots, too. None: there are none.
         new: slot [1] int64, keys and values [B, H_kv, 1, D] float32, of which a row's numbers lie
@@ -242,7 +240,6 @@ def attend(
         none if bases is None else bases,
         query if asking is None else asking.float().contiguous(),
         *((none,) * 4 if tables is None else tables),
-        none if bias is None else bias,
         *((none,) * 2 if beside is None else beside),
     )
     if new is None:
@@ -292,19 +289,6 @@ def attend_by_triton(places: Tensor, query: Tensor, *args: Any, **by: Any) -> Te
     return output
 
 
-def beyond(ages: Tensor, visible: Tensor, far: Tensor, most_apart: int, room: int) -> Tensor:
-    """Places [..., R] int64 of what is taken back, as of `attend`: by age, as
-    `kvalign.memory.recall_places` says.
-
-    Args:
-        ages, visible: [..., R] int64 and bool, in the order of time, what is not visible first.
-        far: [A] float32, by age, how far beyond the window an entry lies that has no neighbours.
-        most_apart, room: of `RecallPlaces`.
-    """
-    ages_and_visible = (x.flatten(0, -2).contiguous() for x in (ages, visible))
-    return torch.ops.kvalign.beyond(*ages_and_visible, far, most_apart, room).view(ages.shape)
-
-
 def rotate(x: Tensor, angles: Angles) -> Tensor:
     """Rotate x [B, ..., T, D] float32 by angles of each of T, in pairs that are `halves`."""
     of_rows = -1, x.shape[-2], angles.cos.shape[-1]
@@ -319,32 +303,77 @@ def can_rotate(rotation: Rotation | None) -> bool:
     return not isinstance(rotation, RotationByLayer) and rotation.layout == "halves"
 
 
+class Placing(NamedTuple):
+    """Facts by which queries see what they find in a memory; there are A ages.
+
+    Attributes:
+        tables: as of `attend`; None: entries are as they are stored.
+        first: row of the tables for the first of the entries that are found.
+        now: [B or 1, T] int64, the positions of the queries, where a row is as far before these as
+            an entry lies; None: entries have rows one after another.
+        key_bases: [H_kv, D] float32, added to keys before; None: 0.
+        angles: [1, 2, P, N] float32, as of `attend`, of places beyond the window; None: keys do not
+            rotate.
+        far: [A] float32, by age, how far beyond the window an entry lies that has no neighbours;
+            None: entries lie side by side.
+        most_apart, room: as of `kvalign.memory.recall_places`.
+        age_bias: [A] float32, added to scores by age; None: 0.
+        bias: added to all scores.
+    """
+
+    tables: Sequence[Tensor] | None = None
+    first: int = 0
+    now: Tensor | None = None
+    key_bases: Tensor | None = None
+    angles: Tensor | None = None
+    far: Tensor | None = None
+    most_apart: int = 0
+    room: int = 0
+    age_bias: Tensor | None = None
+    bias: float = 0.0
+
+
 def find(
     tensors: Sequence[Tensor],
     near: int,
+    num_estimated: int,
     num_scored: int,
     num_compared: int,
     num_recalled: int,
     alike: float,
+    placing: Placing | None = None,
 ) -> list[Tensor]:
-    """Search of queries in a memory (`kvalign.memory.memory`).
+    """Search of queries in a memory (`kvalign.memory.memory`), and attention over what they find.
 
     Args:
         tensors: queries [B, H, G, T, D], scaled, with D one of `DIMS`; keys and values [B, H, S, D]
             float32, float16, bfloat16, or int8, [B, H, S, D + 4] (`kvalign.cache.int8`); bases [B,
-            H, 1, D] float32, numbers and scales of their sketch (`kvalign.memory.memory`); worths
-            [A] float32, added to scores, of ages from A - 1 down to 0. And int64, of one row where
-            all are alike: newest [B, 1, 1, 1], the slot of the newest entry in a ring without an
-            end; since [B, 1, T, 1], tokens after it; oldest [B, 1, T, 1], the age of the oldest
-            entry that is lost. And added [B, H, G, T] float32, to the scores of each query.
+            H, 1, D] float32; turn, numbers, scales and fine keys of their sketch
+            (`kvalign.memory.memory`); worths [A] float32, added to scores, of ages from A - 1 down
+            to 0. And int64, of one row where all are alike: newest [B, 1, 1, 1], the slot of the
+            newest entry in a ring without an end; since [B, 1, T, 1], tokens after it; oldest [B,
+            1, T, 1], the age of the oldest entry that is lost. And added [B, H, G, T] float32, to
+            the scores of each query.
         near: age of the oldest that is not lost.
-        num_scored, num_compared, num_recalled: entries whose score is exact, that are compared,
-            and that are taken back.
+        num_estimated, num_scored, num_compared, num_recalled: entries whose score is estimated by 4
+            bits (up to an eighth more), whose score is exact, that are compared, and that are taken
+            back.
         alike: cosine from which two keys say the same.
+        placing: None: nothing attends.
 
     Returns:
         Keys and values [B, H, T, num_recalled, D] in the order of time, what is missing first;
-        their ages [B, H, T, num_recalled] int64, and bool whether each is there.
+        their ages [B, H, T, num_recalled] int64, and bool whether each is there; the output of
+        attention [B, H, G, T, D] float32, 0 where nothing is found, and the logarithm of the sum of
+        the exponentials [B, H, G, T] float32.
     """
-    tensors = [x.contiguous() for x in tensors]
-    return torch.ops.kvalign.find(*tensors, near, num_scored, num_compared, num_recalled, alike)
+    nums = near, num_estimated, num_scored, num_compared, num_recalled
+    none = tensors[0].new_empty(_NONE.shape) if torch.compiler.is_compiling() else _NONE
+    placed, first = placing or Placing(), -1 if placing is None else placing.first
+    others = placed.key_bases, placed.angles, placed.far, placed.age_bias, placed.now
+    of_placing = *((None,) * 4 if placed.tables is None else placed.tables), *others
+    return torch.ops.kvalign.find.default(
+        *(x.contiguous() for x in tensors),
+        *(none if x is None else x.contiguous() for x in of_placing),
+        *(*nums, first, placed.most_apart, placed.room, alike, placed.bias),
+    )

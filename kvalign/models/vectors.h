@@ -29,6 +29,7 @@ INLINE Floats operator*(Floats a, Floats b) { return {_mm512_mul_ps(a.x, b.x)}; 
 INLINE Floats operator/(Floats a, Floats b) { return {_mm512_div_ps(a.x, b.x)}; }
 INLINE Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.x, b.x, c.x)}; }
 INLINE Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.x, b.x)}; }  // b where one is a NaN
+INLINE Floats min(Floats a, Floats b) { return {_mm512_min_ps(a.x, b.x)}; }
 INLINE Floats nearest_whole(Floats x) { return {_mm512_roundscale_ps(x.x, 0)}; }
 INLINE float total(Floats x) { return _mm512_reduce_add_ps(x.x); }
 INLINE float greatest(Floats x) { return _mm512_reduce_max_ps(x.x); }
@@ -36,7 +37,7 @@ INLINE Floats times_power_of_2(Floats x, Floats power) { return {_mm512_scalef_p
 
 INLINE Ints ints(int32_t x) { return {_mm512_set1_epi32(x)}; }
 INLINE Ints lanes() { return {_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)}; }
-INLINE Ints load_bytes(const uint8_t* from) { return {_mm512_loadu_si512(from)}; }
+INLINE Ints load_bytes(const void* from) { return {_mm512_loadu_si512(from)}; }
 INLINE Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.x, b.x)}; }
 INLINE Ints operator-(Ints a, Ints b) { return {_mm512_sub_epi32(a.x, b.x)}; }
 INLINE Ints magnitude_bits(Floats x) {
@@ -51,6 +52,12 @@ INLINE void store_int8(void* to, Ints x) { _mm_storeu_si128((__m128i*)to, _mm512
 INLINE Floats from_int8(const char* from) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)))};
 }
+INLINE Floats from_int4(const char* from) {  // 8 bytes: the low halves, then the high ones
+  int64_t both;
+  std::memcpy(&both, from, sizeof both);
+  const __m128i bytes = _mm_and_si128(_mm_set_epi64x(both >> 4, both), _mm_set1_epi8(15));
+  return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes))};
+}
 INLINE Floats from_float16(const uint8_t* from) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from))};
 }
@@ -60,14 +67,19 @@ INLINE Floats from_bfloat16(const uint8_t* from) {
 }
 INLINE Ints low_halves(Ints bytes) { return {_mm512_and_si512(bytes.x, _mm512_set1_epi8(15))}; }
 INLINE Ints high_halves(Ints bytes) { return low_halves({_mm512_srli_epi16(bytes.x, 4)}); }
+INLINE Ints quarters(Ints bytes, int i) {  // bits 2 i and 2 i + 1 of each
+  return {_mm512_and_si512(_mm512_srli_epi16(bytes.x, 2 * i), _mm512_set1_epi8(3))};
+}
 
 INLINE int num_at_least(Floats x, Floats least) {
   return __builtin_popcount(_mm512_cmp_ps_mask(x.x, least.x, _CMP_GE_OQ));
 }
-// Write first + lane of all x that are at least so great; their number. There is room for 16.
-INLINE int store_lanes_at_least(int32_t* to, Floats x, Floats least, int32_t first) {
+// Write all x that are at least so great, and their indices; their number. There is room for 16.
+INLINE int store_at_least(int32_t* to, float* numbers, Ints indices, Floats x, Floats least) {
   const __mmask16 are = _mm512_cmp_ps_mask(x.x, least.x, _CMP_GE_OQ);
-  _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(are, (lanes() + ints(first)).x));
+  if (!are) return 0;
+  _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(are, indices.x));
+  _mm512_storeu_ps(numbers, _mm512_maskz_compress_ps(are, x.x));
   return __builtin_popcount(are);
 }
 
@@ -127,6 +139,7 @@ INLINE Floats fma(Floats x, Floats y, Floats z) {
   return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
 }
 INLINE Floats max(Floats x, Floats y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+INLINE Floats min(Floats x, Floats y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
 INLINE Floats nearest_whole(Floats x) { return {_mm256_round_ps(x.a, 8), _mm256_round_ps(x.b, 8)}; }
 INLINE float total(Floats x) {
   const __m256 both = _mm256_add_ps(x.a, x.b);
@@ -152,8 +165,9 @@ INLINE Ints ints(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)
 INLINE Ints lanes() {
   return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)};
 }
-INLINE Ints load_bytes(const uint8_t* from) {
-  return {_mm256_loadu_si256((const __m256i*)from), _mm256_loadu_si256((const __m256i*)(from + 32))};
+INLINE Ints load_bytes(const void* from) {
+  const __m256i* both = (const __m256i*)from;
+  return {_mm256_loadu_si256(both), _mm256_loadu_si256(both + 1)};
 }
 INLINE Ints operator+(Ints x, Ints y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 INLINE Ints operator-(Ints x, Ints y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
@@ -185,6 +199,12 @@ INLINE Floats from_int8(const char* from) {
   return to_floats({_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)),
                     _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(from + 8)))});
 }
+INLINE Floats from_int4(const char* from) {
+  int64_t both;
+  std::memcpy(&both, from, sizeof both);
+  const __m128i bytes = _mm_and_si128(_mm_set_epi64x(both >> 4, both), _mm_set1_epi8(15));
+  return to_floats({_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))});
+}
 INLINE Floats from_float16(const uint8_t* from) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)),
           _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + 16)))};
@@ -201,16 +221,29 @@ INLINE Ints low_halves(Ints bytes) {
 INLINE Ints high_halves(Ints bytes) {
   return low_halves({_mm256_srli_epi16(bytes.a, 4), _mm256_srli_epi16(bytes.b, 4)});
 }
+INLINE Ints quarters(Ints bytes, int i) {
+  const __m256i low = _mm256_set1_epi8(3);
+  return {_mm256_and_si256(_mm256_srli_epi16(bytes.a, 2 * i), low),
+          _mm256_and_si256(_mm256_srli_epi16(bytes.b, 2 * i), low)};
+}
 
 INLINE uint32_t lanes_at_least(Floats x, Floats least) {  // a bit of each
   const uint32_t a = _mm256_movemask_ps(_mm256_cmp_ps(x.a, least.a, _CMP_GE_OQ));
   return a | _mm256_movemask_ps(_mm256_cmp_ps(x.b, least.b, _CMP_GE_OQ)) << 8;
 }
 INLINE int num_at_least(Floats x, Floats least) { return __builtin_popcount(lanes_at_least(x, least)); }
-INLINE int store_lanes_at_least(int32_t* to, Floats x, Floats least, int32_t first) {
+INLINE int store_at_least(int32_t* to, float* numbers, Ints indices, Floats x, Floats least) {
   uint32_t are = lanes_at_least(x, least);
+  if (!are) return 0;
+  float all[16];
+  int32_t all_indices[16];
+  store(all, x);
+  std::memcpy(all_indices, &indices, sizeof all_indices);
   const int num = __builtin_popcount(are);
-  for (int i = 0; i < num; i++, are &= are - 1) to[i] = first + __builtin_ctz(are);
+  for (int i = 0; i < num; i++, are &= are - 1) {
+    const int lane = __builtin_ctz(are);
+    to[i] = all_indices[lane], numbers[i] = all[lane];
+  }
   return num;
 }
 
@@ -219,12 +252,12 @@ template <int BITS, int NUM>
 INLINE Ints dot(const Ints* q, const int32_t* p, int32_t start) {
   const __m256i ones = _mm256_set1_epi16(1), middle = _mm256_set1_epi8(-128);
   Ints sum = ints(start);
-  constexpr int AT_ONCE = BITS == 4 ? 8 : 1;  // sums of pairs that 16 bits hold
+  constexpr int AT_ONCE = BITS == 2 ? 32 : BITS == 4 ? 8 : 1;  // sums of pairs that 16 bits hold
   for (int first = 0; first < NUM; first += AT_ONCE) {
     __m256i a = _mm256_setzero_si256(), b = a;
     for (int i = first; i < first + AT_ONCE && i < NUM; i++) {
       const __m256i x = _mm256_set1_epi32(p[i]);
-      if (BITS == 4) {
+      if (BITS < 8) {
         a = _mm256_add_epi16(a, _mm256_maddubs_epi16(q[i].a, x));
         b = _mm256_add_epi16(b, _mm256_maddubs_epi16(q[i].b, x));
       } else {  // (q - 128) x, since the sum of two q x may need more

@@ -5,6 +5,7 @@ import torch
 from helpers.methods import tables
 from helpers.tiny_models import REGISTERED_KINDS, tiny_model
 from torch import Tensor
+from torch.testing import assert_close
 
 from kvalign.aligners.entries import KV
 from kvalign.cache.int8 import Int8
@@ -13,7 +14,7 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.memory import recall_places
 from kvalign.memory.memory import BLOCK, Memory
-from kvalign.memory.recall import QueryBatch
+from kvalign.memory.recall import QueryBatch, Recall
 from kvalign.memory.recall_places import RecallPlaces
 from kvalign.methods import make_method
 from kvalign.methods.own_loop import make_cache
@@ -142,6 +143,41 @@ def test_our_kernel_sees_what_pytorch_sees(ids, monkeypatch):
     assert num_uses == 2 * 50  # while the shorter row has lost nothing, too
     monkeypatch.setattr(kernel, "attends", lambda *_: False)
     assert torch.allclose(found, logits(), atol=1e-4) and not uses
+
+
+@pytest.mark.skipif(not kernel.is_here(), reason="no AVX2, or no compiler")
+@pytest.mark.parametrize("cache_dtype", ["model", "int8"])
+@pytest.mark.parametrize("recall_places", ["age", "rank"])
+@pytest.mark.parametrize("way", ["rotation", "table", "table and rotation"])
+@torch.no_grad()
+def test_our_kernel_attends_to_what_it_finds_as_pytorch_does(
+    ids, monkeypatch, way, recall_places, cache_dtype
+):
+    """For tokens of a segment, and of rows of unequal lengths."""
+    if way == "table":
+        model = tiny_model("gpt2", vocab_size=VOCAB, n_embd=32, n_head=2)
+    else:
+        model = tiny_model("llama", vocab_size=VOCAB, head_dim=16)
+    most, as_seen = [], Recall.as_seen
+
+    def compared(self, layer, queries, batch, matches):
+        expected = as_seen(self, layer, queries, batch, matches._replace(seen=None))
+        is_any = matches.visible.any(-1)
+        assert matches.seen is not None and is_any.any()
+        for x, y in zip(matches.seen, expected, strict=True):
+            assert_close(x, y, rtol=1e-4, atol=1e-4)
+        most.append(queries.shape[3])
+        return matches.seen
+
+    monkeypatch.setattr(Recall, "as_seen", compared)
+    changes = dict(recall_places=recall_places, cache_dtype=cache_dtype, recall_layers="0,1:-1.5")
+    one, other = (new(model, way, **changes) for _ in range(2))
+    one.feed(ids[:1, :20])
+    one.feed_segment(ids[:1, 20:90])
+    stepped(other, ids[1:, :40])
+    one.join([other])
+    stepped(one, ids[:, 90:120])
+    assert max(most) > 1 and min(most) == 1
 
 
 def test_a_saved_stream_goes_on(ids):

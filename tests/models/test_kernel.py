@@ -20,8 +20,6 @@ from kvalign.aligners.entries import KV
 from kvalign.aligners.table import Tables, standardised
 from kvalign.cache.int8 import Int8
 from kvalign.cache.passes import HOST
-from kvalign.cache.sizes import CacheSizes
-from kvalign.memory.recall_places import RecallPlaces
 from kvalign.methods import make_method
 from kvalign.models import kernel, packed
 from kvalign.models.rope import Rotation
@@ -85,13 +83,12 @@ def test_without_a_compiler_a_line_says_so_and_kernels_are_those_of_pytorch(
 
 @needs_kernel
 @pytest.mark.parametrize(("head_dim", "rotates"), [(16, True), (80, True), (64, False)])
-def test_our_attention_adds_a_bias_and_says_what_its_exponentials_add_up_to(head_dim, rotates):
+def test_our_attention_says_what_its_exponentials_add_up_to(head_dim, rotates):
     rng = torch.Generator().manual_seed(0)
     query = torch.randn(6, 2, 1, head_dim, generator=rng)
     keys, values = (torch.randn(6, 1, 21, head_dim, generator=rng) for _ in range(2))
     hidden = torch.rand(6, 21, generator=rng) < 0.2
     hidden[0] = True
-    bias = None if rotates else torch.randn(6, 21, generator=rng)
     at, angles, placed = torch.zeros_like(hidden, dtype=torch.int64), None, keys
     if rotates:
         rotation = Rotation(1 / 100 ** torch.linspace(0, 1, 8))
@@ -99,8 +96,8 @@ def test_our_attention_adds_a_bias_and_says_what_its_exponentials_add_up_to(head
         at = torch.randint(50, (6, 21), generator=rng)
         placed = rotation.shift(keys, at[:, None])
     of_slots = at.masked_fill(hidden, -1), query, keys, values, 0.5
-    found, log_sum = kernel.attend(*of_slots, angles=angles, bias=bias)
-    scores = (query[:, :, 0] @ placed[:, 0].mT * 0.5) + (0 if bias is None else bias[:, None])
+    found, log_sum = kernel.attend(*of_slots, angles=angles)
+    scores = query[:, :, 0] @ placed[:, 0].mT * 0.5
     scores = scores.masked_fill(hidden[:, None], -torch.inf)
     assert_close(log_sum, scores.logsumexp(-1))
     assert_close(found[:, 0], scores.softmax(-1).nan_to_num(0.0) @ values[:, 0])
@@ -212,39 +209,20 @@ def test_our_kernel_writes_8_bits_as_pytorch_encodes_them(way, head_dim):
     ("head_dim", "num_pairs", "dtype"),
     [(16, 8, torch.float32), (80, 16, torch.bfloat16), (64, 32, torch.float16)],
 )
-def test_our_attention_over_a_step_and_what_it_takes_back_is_the_usual_one(
-    head_dim, num_pairs, dtype
-):
+def test_our_attention_beside_another_is_one_attention(head_dim, num_pairs, dtype):
     rng = torch.Generator().manual_seed(0)
-    sizes = CacheSizes(cache_size=32, num_sinks=2, memory=900, num_recalled=7)
-    places = RecallPlaces(sizes, 2000, by_age=True, is_free=True)
     rotation = Rotation(1 / 100 ** torch.linspace(0, 1, num_pairs))
     query = torch.randn(2, 6, 1, head_dim, generator=rng)
-    held = [torch.randn(2, 3, 21, head_dim, generator=rng).to(dtype) for _ in range(2)]
-    entries = [torch.randn(2, 3, 1, 7, head_dim, generator=rng) for _ in range(2)]
-    ages = (torch.rand(2, 3, 1, 900, generator=rng).topk(7).indices + places.near).sort().values
-    ages[0], visible = places.near + torch.arange(7), torch.rand(2, 3, 1, 7, generator=rng) < 0.8
-    ages, visible = ages.flip(-1), visible.sort().values
-    visible[1, 0] = False
-    seen = torch.arange(21).expand(2, -1).masked_fill(torch.arange(21) % 5 == 1, -1)
-    far, beyond = places.far(torch.arange(1000)), places.beyond(ages)
-    angles = torch.stack(rotation.angles(torch.arange(int(beyond.max()) + 1))[:2])[None]
     moved = rotation.angles(torch.tensor([3.0, 5.0])[:, None, None, None])
-    queries = kernel.rotate(query.unflatten(1, (3, 2)) * 0.2, moved)
-    assert_close(queries, moved.rotate(query.unflatten(1, (3, 2)) * 0.2))
-    at = kernel.beyond(ages, visible, far, places.most_apart(7), places.room)
-    assert torch.equal(at, beyond.long().masked_fill(~visible, -1))
-    of_found = at.flatten(0, 2), queries.flatten(0, 1), *(x.flatten(0, 1) for x in entries), 1.0
-    bias = torch.full((6, 7), -0.5)
-    found, log_sum = kernel.attend(*of_found, angles=angles, bias=bias)
-    beside = found.view(2, 6, head_dim), log_sum.view(2, 6)
-    output, _ = kernel.attend(seen.contiguous(), query, *held, 0.2, beside=beside)
-    own = query.unflatten(1, (3, 2))[:, :, :, 0] @ held[0].float().mT * 0.2
-    of_found = queries[:, :, :, 0] @ rotation.shift(entries[0], beyond)[:, :, 0].mT - 0.5
-    own = own.masked_fill((seen < 0)[:, None, None], -torch.inf)
-    scores = torch.cat([own, of_found.masked_fill(~visible, -torch.inf)], -1)
-    values = torch.cat([held[1].float(), entries[1][:, :, 0]], 2)
-    assert_close(output, (scores.softmax(-1) @ values).flatten(1, 2)[:, None])
+    assert_close(kernel.rotate(query[:, :, None], moved), moved.rotate(query[:, :, None]))
+    held = [torch.randn(2, 3, 28, head_dim, generator=rng).to(dtype) for _ in range(2)]
+    places = torch.arange(28).expand(2, -1).masked_fill(torch.arange(28) % 5 == 1, -1)
+    places[1, 21:] = -1  # of the second row the other attention sees nothing
+    first, last = ((x.contiguous(), query) for x in places.split([21, 7], 1))
+    output, log_sum = kernel.attend(*last, *(x[:, :, 21:] for x in held), 0.2)
+    beside, own = (output[:, 0], log_sum), (*first, *(x[:, :, :21] for x in held))
+    expected, _ = kernel.attend(places, query, *held, 0.2)
+    assert_close(kernel.attend(*own, 0.2, beside=beside)[0], expected)
 
 
 def test_where_our_kernel_for_cuda_fails_pytorch_attends_and_a_line_says_so(monkeypatch, caplog):

@@ -62,7 +62,7 @@ def test_a_command_survives_kills(capsys):
 
 def test_a_step_takes_one_token_and_calls_each_layer():
     calls = calls_of_step("gpt2-mini", "streaming-llm", num_steps=1)
-    assert calls["kvalign.streaming.loop", "Row.take"] == 1
+    assert calls["kvalign.streaming.loop", "Row.choose"] == 1
     assert calls["kvalign.cache.layer", "StreamingLayer.update"] == 6
 
 
