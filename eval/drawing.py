@@ -188,7 +188,7 @@ def draw(
             _round_ticks(all_axes[0].yaxis, y_values)
         all_axes[0].set_ylabel(y)
         legends = itertools.chain(*(axes.get_legend_handles_labels()[0] for axes in all_axes))
-        handles = {handle.get_label(): handle for handle in legends}
+        handles = {str(handle.get_label()): handle for handle in legends}
         columns = _columns(handles, figure.get_figwidth())
         layout: dict[str, Any] = dict(loc="outside lower center", ncols=columns)
         figure.legend(handles.values(), handles.keys(), fontsize=8, frameon=False, **layout)
@@ -251,7 +251,7 @@ def draw_frontier(panels: dict[str, list[Row]], size: tuple[float, float] | None
         for axes in all_axes[::across]:
             axes.set_ylabel("perplexity (lower is better)")
         legends = itertools.chain(*(axes.get_legend_handles_labels()[0] for axes in all_axes))
-        handles = {handle.get_label(): handle for handle in legends}
+        handles = {str(handle.get_label()): handle for handle in legends}
         columns = _columns(handles, size[0])
         layout: dict[str, Any] = dict(loc="outside lower center", ncols=columns)
         figure.legend(handles.values(), handles.keys(), fontsize=8, frameon=False, **layout)
