@@ -71,6 +71,7 @@ class Sketch:
         like: keys of the shape [B, H, ?, D].
 
     Attributes:
+        turn: [D, D] float32.
         numbers: [B, H, S / 16, D / 16, 16, 4] uint8.
         scales: [B, H, S] float16, of these, of each key; those of `fine_keys` are in proportion.
         fine_keys: [B, H, S, D / 2] uint8.
@@ -79,6 +80,7 @@ class Sketch:
     def __init__(self, like: Tensor):
         num_rows, num_heads, _, head_dim = like.shape
         of_slots = num_rows, num_heads, 0
+        self.turn = turn_of(head_dim)
         self.numbers = like.new_zeros(*of_slots, head_dim // 16, BLOCK, 4, dtype=torch.uint8)
         self.scales = like.new_zeros(of_slots, dtype=torch.float16)
         self.fine_keys = like.new_zeros(*of_slots, head_dim // 2, dtype=torch.uint8)
@@ -89,7 +91,7 @@ class Sketch:
 
     def write(self, rows: slice, slot: int, apart: Tensor) -> None:
         """Write keys less their base, [B, H, T, D], into the slots from this one on."""
-        turned, last = apart @ turn_of(apart.shape[3]), slot + apart.shape[2]
+        turned, last = apart @ self.turn, slot + apart.shape[2]
         size = turned.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-30)
         turned = turned / size
         fours = _levels(turned, _STEP_OF_4, 4).view(torch.int32).unflatten(-1, (-1, 4))
@@ -302,12 +304,12 @@ class Memory:
         slots: EvictedSlots,
         placing: kernel.Placing | None,
     ) -> Matches:
-        num, turn = self.sizes.num_recalled, turn_of(queries.shape[4])
+        num = self.sizes.num_recalled
         assert num is not None
         of_ages = slots.worths, slots.newest, slots.since, slots.oldest
         num_scored = max(NUM_SCORED, 3 * self.places.num_compared // 2)
         keys, values, ages, visible, output, log_sum = kernel.find(
-            (queries, *self.entries, self.base, turn, *sketch.tensors, *of_ages, added),
+            (queries, *self.entries, self.base, sketch.turn, *sketch.tensors, *of_ages, added),
             self.sizes.num_in_sight,
             max(num_scored, min(max(NUM_ESTIMATED, 16 * num), self.num_slots // 4)),
             num_scored,

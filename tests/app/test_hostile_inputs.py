@@ -58,15 +58,15 @@ def test_ctrl_c_ends_a_long_prompt(place, monkeypatch, capfd):
     """Between two segments of it."""
     from kvalign.methods.cached import Cached
 
-    parts, take = [], Cached._take
+    parts, read = [], Cached._read
 
     def taken(self, ids):
         parts.append(ids.shape[1])
         if len(parts) > 1:
             raise KeyboardInterrupt
-        return take(self, ids)
+        return read(self, ids)
 
-    monkeypatch.setattr(Cached, "_take", taken)
+    monkeypatch.setattr(Cached, "_read", taken)
     argv = ["generate", "--prompt", "The island was " * 2000, "--max-new-tokens", "3"]
     with in_time():
         assert main(argv) == 0

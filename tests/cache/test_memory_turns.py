@@ -39,8 +39,8 @@ class Gone:
         self.ids = torch.cat([self.ids, ids], 1)[:, -MEMORY - 4 * SEGMENT_LEN :]
         return self.method.feed_segment(ids, logits_to_keep=1)
 
-    def look(self, queries: Tensor, asking):
-        found = self.find(queries, asking)
+    def look(self, queries: Tensor, asking, *placing):
+        found = self.find(queries, asking, *placing)
         ages, is_seen = found.ages[0, 0], found.visible[0, 0]  # [T, R]
         # The segment is among the ids.
         num_after = self.method.cache.seen[0] + SEGMENT_LEN - asking.seen[0]

@@ -400,8 +400,8 @@ class RandomStream:
         """
         taken, find = defaultdict(list), Memory.find
 
-        def told(memory, queries, asking):
-            found = find(memory, queries, asking)
+        def told(memory, queries, asking, *placing):
+            found = find(memory, queries, asking, *placing)
             memories = self.method.cache.memory.of
             (layer,) = (i for i, one in memories.items() if one is memory)
             for row, (ages, visible) in enumerate(zip(found.ages, found.visible, strict=True)):
