@@ -122,6 +122,14 @@ class TableAligner(Aligner):
         )
 
 
+def version_of(aligner: TableAligner) -> tuple[tuple[int, int], ...]:
+    """Return where each table lies, and how often it was changed there; a tensor of inference mode
+    counts no changes.
+    """
+    tables: list[Tensor] = [getattr(aligner, name) for name in TABLES]
+    return tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in tables)
+
+
 def standardised(keys: Tensor, values: Tensor, tables: Tables) -> KV:
     """Entries [B, H, S, D] without the means and scales of their S positions."""
     return KV(

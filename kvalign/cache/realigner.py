@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from kvalign.aligners import Aligner, Move, TableAligner
 from kvalign.aligners.base import Birth, Flags
 from kvalign.aligners.entries import KV
-from kvalign.aligners.table import TABLES, Tables
+from kvalign.aligners.table import Tables, version_of
 from kvalign.cache.attention import Reader
 from kvalign.cache.sizes import CacheSizes, Frame
 from kvalign.foundation.errors import UserError
@@ -225,11 +225,7 @@ class OnRead(Realigner):
     def refresh(self) -> None:
         """Take the tables of all layers as they are now."""
         install(self.config)
-        version: tuple[tuple[int, int], ...] = ()
-        for name in TABLES:  # a tensor of inference mode counts no changes
-            x: Tensor = getattr(self.table, name)
-            version += ((x.data_ptr(), 0 if x.is_inference() else x._version),)
-        if self.version != version:
+        if self.version != (version := version_of(self.table)):
             with no_autograd_modes():
                 self._readers = [*map(self._reader_of, range(len(self.table.key)))]
             self.version = version

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvalign.aligners import Move
 from kvalign.aligners.entries import KV
-from kvalign.aligners.table import TABLES
+from kvalign.aligners.table import TABLES, TableAligner, version_of
 from kvalign.cache.attention import Recalled
 from kvalign.cache.passes import COUNTS, HOST, Pass, Sight
 from kvalign.cache.realigner import Realigner
@@ -181,19 +181,29 @@ class Recall:
         assert sizes.num_recalled is not None
         # The slots of a step whose entries, the window's oldest, give way.
         self.slots = slice(sizes.num_sinks, sizes.num_sinks + sizes.num_recalled)
-        self._has_kernel = kernel.can_rotate(placer.rotation) and kernel.is_here()
+        self._tables = placer.aligner if isinstance(placer.aligner, TableAligner) else None
+        is_fit = placer.aligner is self._tables and kernel.can_rotate(placer.rotation)
+        self._has_kernel = is_fit and kernel.is_here()
         self._placings: dict[int, kernel.Placing] = {}
+        self._version: tuple[tuple[int, int], ...] = ()
 
     def batch_of(self, step: Pass, sight: Sight) -> QueryBatch:
         """The queries of a sight, for whichever layer."""
         if sight.batch is None:
+            self._refresh()
             sight.batch = self._batch_of(step, sight)
         return sight.batch
 
     def prepare(self) -> None:
         """Make all that our kernel needs of places."""
         for layer in self.layer_bias if self._has_kernel else ():
-            self._placings[layer] = self._placing_of(layer)
+            self._of_layer(layer)
+
+    def _refresh(self) -> None:
+        """Forget the tables, if they have changed."""
+        if self._tables is not None and self._version != (version := version_of(self._tables)):
+            self._placings.clear()
+            self._version = version
 
     def _batch_of(self, step: Pass, sight: Sight) -> QueryBatch:
         # Tokens are counted on the host, but in a step that is recorded.
@@ -263,20 +273,23 @@ class Recall:
         """
         if not self._has_kernel or queries.requires_grad:
             return None
-        if layer not in self._placings:
-            self._placings[layer] = self._placing_of(layer)
-        placing = self._placings[layer]
+        placing = self._of_layer(layer)
         if placing.tables is None or placing.angles is not None or placing.far is None:
             return placing
         now = torch.as_tensor(batch.positions)
         now = now.reshape(-1, now.shape[-1] if now.dim() else 1)
         return placing._replace(now=now.to(HOST).expand(batch.seen.shape))
 
+    def _of_layer(self, layer: int) -> kernel.Placing:
+        if layer not in self._placings:
+            self._placings[layer] = self._placing_of(layer)
+        return self._placings[layer]
+
     @no_autograd_modes()
     def _placing_of(self, layer: int) -> kernel.Placing:
         places, tables = self.places, None
-        if (aligner := self.placer.aligner) is not None:
-            tables = [getattr(aligner, name)[layer].to(HOST) for name in TABLES]
+        if self._tables is not None:
+            tables = [getattr(self._tables, name)[layer].to(HOST) for name in TABLES]
         return kernel.Placing(
             tables=tables,
             first=self.slots.start,

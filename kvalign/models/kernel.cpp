@@ -1027,7 +1027,17 @@ void find(StableIValue* stack, uint64_t, uint64_t) {
   search.cosines = data_of(angles), search.sines = search.cosines + size_of(angles, 2) * search.num_pairs;
   if (!is_none(key_means))
     search.tables = {data_of(key_means), data_of(value_means), data_of(key_scales), data_of(value_scales), size_of(key_means, 1), 0};
-  const auto error = run_for(dim, search, rows);
+  const int64_t most = *std::max_element(search.oldest, search.oldest + size_of(oldest, 0) * tokens), behind = search.near + 1;
+  bool is_fit = most < search.num_ages && (!search.far || most < size_of(far, 0)) && (!search.age_bias || most < size_of(age_bias, 0));
+  if (search.tables.key_means) {
+    const int64_t* last = search.now ? std::max_element(search.now, search.now + size_of(now, 0) * tokens) : nullptr;
+    is_fit = is_fit && (last ? *last - behind : search.first_place + num - 1) < search.tables.num_places;
+  }
+  if (is_fit && search.num_pairs) {
+    const int64_t away = search.far ? std::min((int64_t)search.far[most] + 1 + num * search.most_apart, search.room) : num - 1;
+    is_fit = away < size_of(angles, 2);
+  }
+  const auto error = is_fit ? run_for(dim, search, rows) : AOTI_TORCH_FAILURE;
   give(stack, GIVEN, error, found[0]);
   for (int i = 1; i < 6; i++) stack[i] = (StableIValue)found[i];
 }

@@ -153,7 +153,7 @@ def test_our_kernel_sees_what_pytorch_sees(ids, monkeypatch):
 def test_our_kernel_attends_to_what_it_finds_as_pytorch_does(
     ids, monkeypatch, way, recall_places, cache_dtype
 ):
-    """For tokens of a segment, and of rows of unequal lengths."""
+    """For tokens of a segment, of rows of unequal lengths, and with tables that change."""
     if way == "table":
         model = tiny_model("gpt2", vocab_size=VOCAB, n_embd=32, n_head=2)
     else:
@@ -177,6 +177,9 @@ def test_our_kernel_attends_to_what_it_finds_as_pytorch_does(
     stepped(other, ids[1:, :40])
     one.join([other])
     stepped(one, ids[:, 90:120])
+    if (aligner := one.cache.memory.recall.placer.aligner) is not None:  # other tables from now on
+        aligner.key.data = -aligner.key.data
+        stepped(one, ids[:, 120:123])
     assert max(most) > 1 and min(most) == 1
 
 

@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,12 @@ from torch.testing import assert_close
 from kvalign.aligners.entries import KV
 from kvalign.aligners.table import Tables, standardised
 from kvalign.cache.int8 import Int8
+from kvalign.cache.layer import Form
 from kvalign.cache.passes import HOST
+from kvalign.cache.sizes import CacheSizes
+from kvalign.memory.memory import Memory
+from kvalign.memory.recall import QueryBatch
+from kvalign.memory.recall_places import RecallPlaces
 from kvalign.methods import make_method
 from kvalign.models import kernel, packed
 from kvalign.models.rope import Rotation
@@ -202,6 +208,27 @@ def test_our_kernel_writes_8_bits_as_pytorch_encodes_them(way, head_dim):
         assert torch.equal(x[:, :, 5:6], y)
         assert x[:, :, :5].count_nonzero() == x[:, :, 6:].count_nonzero() == 0
     assert_close(found, kernel.attend(*of_query, **of_keys)[0], rtol=0, atol=0)
+
+
+@needs_kernel
+def test_a_search_refuses_tables_that_are_too_short():
+    sizes = CacheSizes(cache_size=20, memory=300, num_recalled=5)
+    rng = torch.Generator().manual_seed(0)
+    held = KV(*(torch.randn(1, 2, 200, 16, generator=rng) for _ in range(2)))
+    places = RecallPlaces(sizes, 900, by_age=True, is_free=False)
+    memory = Memory(held, Form(torch.float32), places)
+    memory.write([0], held)
+    queries, seen = torch.randn(1, 2, 1, 1, 16, generator=rng), torch.tensor([[200]])
+    tables = [torch.zeros(2, 100, 16)] * 2 + [torch.ones(2, 100)] * 2
+    for is_fit, changes in (
+        *((True, {}), (False, dict(first=96)), (False, dict(now=torch.tensor([[130]])))),
+        *((False, dict(far=torch.zeros(100))), (False, dict(age_bias=torch.zeros(100)))),
+        (False, dict(angles=torch.zeros(1, 2, 4, 8))),
+    ):
+        asking = QueryBatch(places, seen, seen[0], 200)
+        placing = kernel.Placing(**{"tables": tables, "first": 95} | changes)
+        with nullcontext() if is_fit else pytest.raises(RuntimeError, match="not as it takes them"):
+            memory.find(queries, asking, placing)
 
 
 @needs_kernel
