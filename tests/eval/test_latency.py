@@ -130,6 +130,9 @@ def test_a_step_with_a_memory_is_compared_with_one_without(run, monkeypatch):
     *_, none, some = run(*flags.split())["rows"]
     assert none["memory_ratio"] == 1 and some["recall_places"] == "age"
     assert some["memory_ratio"] == some["mean_ms"] / none["mean_ms"]
+    of_entry = none["cache_mb"] / 33  # C + 1 slots
+    assert some["cache_mb"] == pytest.approx(none["cache_mb"] + 200 * some["stored_bytes"] / 1e6)
+    assert some["stored_ratio"] == pytest.approx(some["stored_bytes"] / 1e6 / of_entry)
 
 
 def test_generating_is_a_prompt_and_its_tokens(run, clock, monkeypatch):

@@ -105,6 +105,7 @@ COLUMNS = {
         3,
         about="the same relative to 2 L H D numbers, the size of a token in a cache",
     ),
+    "cache_mb": Column("full MB", 1, "lower", "10^6 bytes of a full cache with its memory"),
     "bare_mean_ratio": Column("mean ratio to bare", 3, "lower", f"mean {BARE}"),
     "bare_ratio": Column("median ratio to bare", 3, "lower", f"median {BARE}"),
     "tokens_per_s": Column("tokens/s", 1, "higher", "of all streams together, from the mean"),

@@ -22,6 +22,7 @@ from kvalign.aligners.entries import KV
 from kvalign.cache.passes import HOST
 from kvalign.cache.sizes import OF_MEMORY
 from kvalign.cache.streaming_cache import StreamingCache
+from kvalign.cache.window_layer import WindowLayer
 from kvalign.eval.evaluations.latency.settings import LatencySettings
 from kvalign.eval.evaluations.latency.subjects import BareStep, random_ids
 from kvalign.eval.protocol.data import Row
@@ -155,17 +156,23 @@ def _of_memories(
 
 def _stored(method: Method, batch_size: int) -> Row:
     """Bytes that a memory takes by the tokens that it keeps aside, and by what these take in a
-    cache of the model's dtype; 0 without one.
+    cache of the model's dtype, 0 without one; and 10^6 bytes of a full cache and its memory.
     """
-    cache = memory_of(method)
-    if cache is None:
-        return {"stored_bytes": 0.0, "stored_ratio": 0.0}
+    cache = getattr(method, "cache", None)
+    layers = [x for x in getattr(cache, "attention", ()) if isinstance(x, WindowLayer)]
+    in_rings = sum(x.nbytes for layer in layers for ring in layer.rings for x in ring.data)
+    if memory_of(method) is None:
+        held = in_rings / 1e6 if layers else None
+        return {"stored_bytes": 0.0, "stored_ratio": 0.0, "cache_mb": held}
+    assert isinstance(cache, StreamingCache)
     assert isinstance(cache.memory, Memories)
     memories = [*cache.memory.of.values()]
-    stored = sum(memory.nbytes for memory in memories) / method.sizes.memory
+    num_bytes = sum(memory.nbytes for memory in memories)
+    stored = num_bytes / method.sizes.memory
     key = memories[0].form.decode(memories[0].entries.keys[:, :, :1])
     in_cache = len(cache.attention) * 2 * key.numel() * memories[0].form.dtype.itemsize
-    return {"stored_bytes": stored / batch_size, "stored_ratio": stored / in_cache}
+    of_token = {"stored_bytes": stored / batch_size, "stored_ratio": stored / in_cache}
+    return of_token | {"cache_mb": (in_rings + num_bytes) / 1e6}
 
 
 def _peak_mb(method: Method, batch_size: int, seed: int, bar: Bar) -> float | None:
