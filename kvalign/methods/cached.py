@@ -205,11 +205,16 @@ class Cached(Method):
         Returns:
             logits [B, T, V] after each of them, or after the last few.
         """
-        from kvalign.cache.segments import feed
+        from kvalign.cache import segments
 
         self._before_edit = None
-        with self.in_eval_mode():
-            return feed(self.cache, self.model, ids, logits_to_keep, num_ahead)
+        # A memory has room for one segment beside what it keeps.
+        *firsts, last = ids.split(segments.SEGMENT_LEN, 1) if self.sizes.memory else [ids]
+        with self.in_eval_mode(), self.cache.changing():
+            read, cache, model = segments.feed, self.cache, self.model
+            logits = [read(cache, model, part, logits_to_keep) for part in firsts]
+            logits.append(read(cache, model, last, logits_to_keep, num_ahead))
+        return torch.cat(logits, 1)[:, -logits_to_keep:]
 
     def _fits_at_once(self, num_tokens: int) -> bool:
         """Return whether one pass of the model's own attention is enough: nothing is evicted

@@ -5,8 +5,10 @@ depends on the token alone, so it can be computed again.
 
 import pytest
 import torch
+from helpers.methods import tables
 from helpers.tiny_models import tiny_model
 from torch import Tensor
+from torch.testing import assert_close
 
 from kvalign.cache.segments import SEGMENT_LEN
 from kvalign.methods import make_method
@@ -73,3 +75,53 @@ def test_what_is_taken_back_is_of_its_token_and_of_the_memory():
     held = gone.memory.entries
     assert held.keys.shape[2] <= MEMORY + 2 * SEGMENT_LEN, "it does not grow"
     assert all(x.isfinite().all() for x in held)
+
+
+READ = {
+    "steps": lambda method, ids: [method.feed(token) for token in ids.split(1, 1)],
+    "segments": lambda method, ids: [method.feed_segment(part) for part in ids.split(8, 1)],
+    "one": lambda method, ids: [method.feed_segment(ids)],
+}
+
+
+CHANGED = ("restored", "joined", "edited")
+
+
+def changed(method, way: str):
+    """The method as it is, restored from its state, beside a shorter stream, or edited."""
+    other = method.new()
+    if way == "restored":
+        other.restore({name: x.clone() for name, x in method.state().items()})
+        return other
+    if way == "joined":
+        other.feed(torch.tensor([[5, 6, 7]]))
+        method.join([other])
+        method.select([0])
+    if way == "edited":
+        method.edit(method.num_tokens - 6, method.num_tokens - 3)
+    return method
+
+
+@pytest.mark.parametrize(
+    ("read", "way"),
+    [*((read, "as it is") for read in READ), *(("segments", way) for way in CHANGED)],
+)
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@torch.no_grad()
+def test_a_ring_that_turns_gives_what_a_longer_one_gives(kind, read, way, monkeypatch):
+    """Of 32 slots each is written some times; the longer ring has one for each token."""
+    model, logits = tiny_model(kind, vocab_size=400), []
+    ids = torch.randperm(398, generator=torch.Generator().manual_seed(3))[None, :120] + 2
+    sizes = dict(cache_size=10, num_sinks=2, memory=13, num_recalled=3, warn=False)
+    aligner = {"aligner": tables(model, 0.3)} if kind == "gpt2" else {}
+    for spare in (512, 8):
+        for module in ("cache.segments", "memory.memory"):
+            monkeypatch.setattr(f"kvalign.{module}.SEGMENT_LEN", spare)
+        method = make_method("kvalign" if aligner else "streaming-llm", model, **sizes, **aligner)
+        logits.append([])
+        for part in ids.split(60, 1):
+            logits[-1] += READ[read](method, part)
+            method = changed(method, way)
+        assert {one.most == 32 for one in method.cache.memory.of.values()} == {spare == 8}
+    for one, other in zip(*logits, strict=True):
+        assert_close(one, other, rtol=0, atol=1e-5)

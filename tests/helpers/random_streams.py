@@ -167,6 +167,9 @@ class RandomStream:
             self.found[what] += 1
             getattr(self, f"_{what}")(*[self.rng.choice(FED)] * (what == "feed"))
         self._feed(2)
+        if self.loop is PlainMemory:
+            memories = self.method.cache.memory.of.values()
+            self.found["memories that turned"] += any(max(x.seen) > x.most for x in memories)
 
     def check(self) -> None:
         """Raise AssertionError if logits are further from float64 than they may be."""
