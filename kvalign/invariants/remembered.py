@@ -102,20 +102,15 @@ def _record(cache: StreamingCache, memories: Memories) -> Iterator[dict[int, Att
         if layer not in memories.recall.layer_bias:
             return entries
         read = getattr(entries[0], MARK, None)
-        memory: Any = memories.of[layer]
         assert read is not None
-        find, took = memory.find, []
-
-        def finding(*arguments: Any) -> Matches:
-            took.append(find(*arguments))
-            return took[0]
 
         def reading(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-            memory.find = finding
+            took: list[Matches] = []
+            memories.watched = took
             try:
                 output = read(query, keys, values, scale)
             finally:
-                del memory.find
+                memories.watched = None
             by_head = keys.shape[1], -1
             steps[layer] = AttentionStep(
                 query[:, :, 0].unflatten(1, by_head) * scale,

@@ -191,8 +191,10 @@ class Memories(Part):
             device = layer.device if self._is_beside else HOST
             is_searched = layer.layer_idx in self.recall.layer_bias
             grows = self.grows and not self._is_beside
+            # So that no step puts the pages of many layers in order.
+            patience = TOGETHER * (layer.layer_idx % 16)
             self.of[layer.layer_idx] = Memory(
-                like, form, self.recall.places, device, is_searched, grows
+                like, form, self.recall.places, device, is_searched, patience, grows
             )
         return self.of[layer.layer_idx]
 
@@ -202,11 +204,16 @@ class Memories(Part):
         """
         batch = self.recall.batch_of(step, sight)
         queries = self.recall.rotate_queries(query.float(), batch)
-        placing = self.recall.placing(layer, queries, batch)
-        matches = self.of[layer].find(queries, batch, placing)
-        if self.watched is not None:
-            self.watched.append(matches)
-        return self.recall.as_seen(layer, queries, batch, matches)
+        memory, placing = self.of[layer], self.recall.placing(layer, queries, batch)
+        if memory.sketch is None:
+            placing = None
+        if self.watched is not None or placing is None:
+            matches = memory.find(queries, batch)
+            if self.watched is not None:
+                self.watched.append(matches)
+            if placing is None:
+                return self.recall.as_seen(layer, queries, batch, matches)
+        return memory.see(queries, batch, placing)
 
     @property
     def is_on_card(self) -> bool:

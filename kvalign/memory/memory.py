@@ -33,112 +33,20 @@ from kvalign.cache.segments import SEGMENT_LEN
 from kvalign.cache.sizes import CacheSizes
 from kvalign.memory.recall import EvictedSlots, Matches, QueryBatch
 from kvalign.memory.recall_places import RecallPlaces
+from kvalign.memory.sketch import BLOCK, PAGE, Sketch
 from kvalign.models import kernel
 from kvalign.models.wrapped import no_autograd_modes
-
-BLOCK = 16
-"""Slots whose numbers lie together: a number of each in a register."""
-_STEP_OF_4, _STEP_OF_16 = 0.996, 0.3352
-"""Distances of so many even levels that fit a normal distribution of variance 1 best (Max,
-Quantizing for minimum distortion, 1960)."""
-
-
-@lru_cache(maxsize=4)
-@no_autograd_modes()
-def turn_of(dim: int) -> Tensor:
-    """Rotation [D, D] float32 that spreads what single numbers of a key hold over all of them:
-    random signs, then a cosine transform.
-    """
-    signs = torch.randint(2, (dim, 1), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
-    number, wave = torch.arange(dim)[:, None] + 0.5, torch.arange(dim)
-    lengths = torch.full((dim,), 2 / dim).sqrt()
-    lengths[0] = dim**-0.5
-    return signs * lengths * (torch.pi / dim * number * wave).cos()
-
-
-class Sketch:
-    """Keys of the slots of a memory in few bits, from which our kernel estimates scores.
-
-        numbers    16 slots: [ D / 16 ] x [ 16 slots ] x [ 4 bytes ]   2 bits: 16 numbers of a key
-        fine_keys  a slot:   [ D / 16 ] x [ 8 bytes ]                  4 bits: 8 in the low halves
-
-    A key less its head's base (`Memory`) is turned, so that its numbers are alike in size, as of
-    a normal distribution, and rounded to four and to 16 levels. The base adds the same to all
-    scores of a query, and is added exactly: of the queries that share a head of keys the greatest
-    score counts.
-
-    Args:
-        like: keys of the shape [B, H, ?, D].
-
-    Attributes:
-        turn: [D, D] float32.
-        numbers: [B, H, S / 16, D / 16, 16, 4] uint8.
-        scales: [B, H, S] float16, of these, of each key; those of `fine_keys` are in proportion.
-        fine_keys: [B, H, S, D / 2] uint8.
-    """
-
-    def __init__(self, like: Tensor):
-        num_rows, num_heads, _, head_dim = like.shape
-        of_slots = num_rows, num_heads, 0
-        self.turn = turn_of(head_dim)
-        self.numbers = like.new_zeros(*of_slots, head_dim // 16, BLOCK, 4, dtype=torch.uint8)
-        self.scales = like.new_zeros(of_slots, dtype=torch.float16)
-        self.fine_keys = like.new_zeros(*of_slots, head_dim // 2, dtype=torch.uint8)
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.numbers, self.scales, self.fine_keys
-
-    def write(self, rows: slice, slot: int, apart: Tensor) -> None:
-        """Write keys less their base, [B, H, T, D], into the slots from this one on."""
-        turned, last = apart @ self.turn, slot + apart.shape[2]
-        size = turned.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-30)
-        turned = turned / size
-        fours = _levels(turned, _STEP_OF_4, 4).view(torch.int32).unflatten(-1, (-1, 4))
-        fours = fours[..., 0] | fours[..., 1] << 2 | fours[..., 2] << 4 | fours[..., 3] << 6
-        slots = torch.arange(slot, last)
-        by_slot = fours.permute(2, 0, 1, 3)  # as indices that a slice parts come first
-        numbers = self.numbers.view(torch.int32)[..., 0]
-        numbers[rows, :, slots // BLOCK, :, slots % BLOCK] = by_slot
-        self.scales[rows, :, slot:last] = (size[..., 0] * _STEP_OF_4).clamp_max(65504)
-        halves = _levels(turned, _STEP_OF_16, 16).unflatten(-1, (-1, 2, 8))
-        fine = (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(-2)
-        self.fine_keys[rows, :, slot:last] = fine
-
-    def lengthen(self, num_slots: int) -> None:
-        """Have so many slots."""
-        num_more = num_slots - self.scales.shape[2]
-        self.numbers = pad(self.numbers, (0, 0, 0, 0, 0, 0, 0, num_more // BLOCK))
-        self.scales = pad(self.scales, (0, num_more))
-        self.fine_keys = pad(self.fine_keys, (0, 0, 0, num_more))
-
-    @no_autograd_modes()
-    def select(self, rows: Tensor) -> None:
-        self.numbers, self.scales, self.fine_keys = (x[rows] for x in self.tensors)
-
-    @classmethod
-    @no_autograd_modes()
-    def joined(cls, sketches: Sequence[Self]) -> Self:
-        """Sketch of the rows of all these."""
-        joined = copy.copy(sketches[0])
-        of_all = zip(*(one.tensors for one in sketches), strict=True)
-        joined.numbers, joined.scales, joined.fine_keys = map(torch.cat, of_all)
-        return joined
-
-
-def _levels(x: Tensor, step: float, num: int) -> Tensor:
-    """Return the nearest of `num` even levels around 0, from 0 on: uint8."""
-    return (x / step).add_((num - 1) / 2).round_().clamp_(0, num - 1).to(torch.uint8)
-
 
 TOGETHER = 32
 """Tokens fed one by one that are put aside at once."""
 NUM_ESTIMATED = 512
 """Entries whose scores the kernel estimates by 4 bits; 16 times as many as are taken back, if that
-is more, or a quarter of all, if that is less."""
+is more, or a quarter of those that are lost, if that is less."""
 NUM_SCORED = 96
 """Entries whose exact scores it computes; one and a half times as many as are compared, if that is
 more."""
+FEWEST_BLOCKS, MOST_BLOCKS = 256, 512
+"""Blocks of alike entries that it reads of the pages in order: a quarter, within these bounds."""
 READ_AT_ONCE = 2**22
 """Scores that several queries make together."""
 _SHORTEST = 256
@@ -154,6 +62,7 @@ class Memory:
         places: of what is taken back.
         device: where it lies.
         is_searched: whether queries look for its entries; else they wait for edits.
+        patience: tokens for which pages that the window has left wait until they are put in order.
         grows: whether slots are allocated as they are needed; else all at once, for a compiled
             step or on a GPU.
 
@@ -173,10 +82,11 @@ class Memory:
         places: RecallPlaces,
         device: torch.device = HOST,
         is_searched: bool = True,
+        patience: int = 0,
         grows: bool = True,
     ):
         self.form, self.places, self.device = form, places, device
-        self.is_searched, self.grows = is_searched, grows
+        self.is_searched, self.patience, self.grows = is_searched, patience, grows
         self.sizes, self.alike = places.sizes, places.alike
         # A segment is written before its first query looks for what its last tokens overwrite.
         self.most = most_slots(self.sizes)
@@ -186,11 +96,14 @@ class Memory:
         with no_autograd_modes():
             self.digests = torch.zeros(len(like.keys), 0, dtype=torch.int64, device=device)
             self.base = like.keys.new_zeros(*like.keys.shape[:2], 1, like.keys.shape[3]).float()
-        self.sketch = Sketch(self.base) if self._has_kernel() else None
+        self.sketch = self._new_sketch()
 
-    def _has_kernel(self) -> bool:
+    def _new_sketch(self) -> Sketch | None:
+        """An empty sketch, if our kernel can search here."""
         is_fit = self.device == HOST and self.base.shape[3] in kernel.DIMS
-        return self.is_searched and is_fit and kernel.is_here()
+        if not (self.is_searched and is_fit and kernel.is_here()):
+            return None
+        return Sketch(self.base)
 
     def write(self, seen: Sequence[int], new: KV) -> None:
         """Write the entries [B, H, T, D] of the tokens from each row's `seen` on, without sinks."""
@@ -219,8 +132,33 @@ class Memory:
             mean = keys.mean(2, keepdim=True).nan_to_num(0, 0, 0)
             self.base[rows] = torch.where(self.base[rows].any(), self.base[rows], mean)
             if self.sketch is not None:
-                self.sketch.write(rows, slot, keys - self.base[rows])
+                self._sketch(self.sketch, rows, slot, keys - self.base[rows])
             first += num
+        if self.sketch is not None:
+            self._order(self.sketch, rows, start + num_new - self.sizes.num_sinks)
+
+    def _sketch(self, sketch: Sketch, rows: slice, slot: int, apart: Tensor) -> None:
+        """Write keys less their base into a sketch, of the slots from this one on."""
+        last = slot + apart.shape[2]
+        if slot % PAGE and sketch.is_in_order(rows, slot // PAGE):
+            slot = slot // PAGE * PAGE
+            apart = self._apart(rows, slot, last)
+        if last % PAGE and sketch.is_in_order(rows, last // PAGE):
+            apart = self._apart(rows, slot, last - last % PAGE + PAGE)
+        sketch.write(rows, slot, apart)
+
+    def _order(self, sketch: Sketch, rows: slice, num: int) -> None:
+        """Put the pages in order that are due after so many tokens without sinks."""
+        for page in sketch.not_in_order(rows):
+            first, last = page * PAGE, (page + 1) * PAGE - 1
+            age = (num - 1 - last) % self.num_slots
+            is_in_turn = (num - 1 - first) % self.num_slots - age == PAGE - 1
+            if last < num and age >= self.sizes.num_in_sight + self.patience and is_in_turn:
+                sketch.order(rows, page, self._apart(rows, first, last + 1))
+
+    def _apart(self, rows: slice, first: int, last: int) -> Tensor:
+        """Keys of these slots less their base, [B, H, T, D] float32."""
+        return self.form.decode(self.entries.keys[rows, :, first:last]).float() - self.base[rows]
 
     def written(self, first: int, num: int) -> KV:
         """Entries of the tokens from `first` on, as they are stored."""
@@ -260,29 +198,38 @@ class Memory:
             _ = evicted_slots.worths
         return evicted_slots
 
-    def find(
-        self, queries: Tensor, batch: QueryBatch, placing: kernel.Placing | None = None
-    ) -> Matches:
-        """Return the evicted entries that match scaled queries [B, H, G, T, D], on their device;
-        where our kernel searches, with attention over them, if it is told how (`placing`).
-        """
-        # Which entries are found has no slope.
-        own_queries, evicted_slots = queries.detach().to(self.device), self.prepare(batch)
-        base, added = self.form.base, queries.new_zeros(queries.shape[:4], dtype=torch.float32)
-        added = added.to(self.device)
-        if base is not None:  # of queries that share a head of keys each has its own product
-            added = (own_queries.float() @ base.to(self.device)[:, None].mT)[..., 0]
+    def find(self, queries: Tensor, batch: QueryBatch) -> Matches:
+        """Return the evicted entries that match scaled queries [B, H, G, T, D], on their device."""
+        own_queries, added, evicted_slots = self._asked(queries, batch)
         if self.sketch is not None:
-            if placing is not None and base is not None:
-                placing = placing._replace(key_bases=base[:, 0])
-            of_queries = own_queries.float(), added
-            matches = self._find_by_kernel(*of_queries, self.sketch, evicted_slots, placing)
+            found = self._search(self.sketch, own_queries, added, evicted_slots)
+            matches = Matches(KV(*found[:2]), *found[2:])
         else:
             matches = self._find_by_torch(own_queries.to(self.form.dtype), added, evicted_slots)
-        if base is not None:
+        if (base := self.form.base) is not None:
             keys = matches.entries.keys + base.to(self.device)[:, None]
             matches = matches._replace(entries=matches.entries._replace(keys=keys))
         return matches.to(queries.device, self.form.dtype)
+
+    def see(self, queries: Tensor, batch: QueryBatch, placing: kernel.Placing) -> Recalled:
+        """Return what scaled queries [B, H, G, T, D] see of what they find, where there is a
+        sketch.
+        """
+        own_queries, added, evicted_slots = self._asked(queries, batch)
+        if (base := self.form.base) is not None:
+            placing = placing._replace(key_bases=base[:, 0])
+        assert self.sketch is not None
+        found = self._search(self.sketch, own_queries, added, evicted_slots, placing)
+        return Recalled(*(x.to(queries.device) for x in found))
+
+    def _asked(self, queries: Tensor, batch: QueryBatch) -> tuple[Tensor, Tensor, EvictedSlots]:
+        """The queries here, what is added to the scores of each, and where they look."""
+        own_queries = queries.detach().to(self.device)  # which entries are found has no slope
+        if (base := self.form.base) is None:
+            added = torch.zeros(queries.shape[:4], device=self.device)
+        else:  # of queries that share a head of keys each has its own product
+            added = (own_queries.float() @ base.to(self.device)[:, None].mT)[..., 0]
+        return own_queries, added, self.prepare(batch)
 
     def _find_by_torch(
         self, queries: Tensor, added: Tensor, evicted_slots: EvictedSlots
@@ -296,30 +243,30 @@ class Memory:
         slots, ages, visible = (torch.cat(x, 2) for x in zip(*parts, strict=True))
         return Matches(self.entries.map(lambda x: self.form.decode(at(x, slots))), ages, visible)
 
-    def _find_by_kernel(
+    def _search(
         self,
+        sketch: Sketch,
         queries: Tensor,
         added: Tensor,
-        sketch: Sketch,
         slots: EvictedSlots,
-        placing: kernel.Placing | None,
-    ) -> Matches:
+        placing: kernel.Placing | None = None,
+    ) -> list[Tensor]:
         num = self.sizes.num_recalled
         assert num is not None
+        of_sketch = self.base, sketch.turn, *sketch.tensors
         of_ages = slots.worths, slots.newest, slots.since, slots.oldest
         num_scored = max(NUM_SCORED, 3 * self.places.num_compared // 2)
-        keys, values, ages, visible, output, log_sum = kernel.find(
-            (queries, *self.entries, self.base, sketch.turn, *sketch.tensors, *of_ages, added),
+        return kernel.find(
+            (queries.float(), *self.entries, *of_sketch, *of_ages, added),
             self.sizes.num_in_sight,
-            max(num_scored, min(max(NUM_ESTIMATED, 16 * num), self.num_slots // 4)),
+            min(max(FEWEST_BLOCKS, self.num_slots // BLOCK // 4), MOST_BLOCKS),
+            max(NUM_ESTIMATED, 16 * num),
             num_scored,
             self.places.num_compared,
             num,
             self.alike,
             placing,
         )
-        seen = None if placing is None else Recalled(output, log_sum)
-        return Matches(KV(keys, values), ages, visible, seen)
 
     def _find(
         self, queries: Tensor, added: Tensor, evicted_slots: EvictedSlots, span: slice
@@ -380,11 +327,10 @@ class Memory:
         self.device = HOST
         self.entries = self.entries.map(lambda x: x.to(HOST))
         self.base, self.digests = self.base.to(HOST), self.digests.to(HOST)
-        if self._has_kernel():
-            self.sketch = Sketch(self.base)
+        self.sketch = self._new_sketch()
+        if self.sketch is not None:
             self.sketch.lengthen(self.num_slots)
-            keys = self.form.decode(self.entries.keys).float()
-            self.sketch.write(slice(None), 0, keys - self.base)
+            self.sketch.write(slice(None), 0, self._apart(slice(None), 0, self.num_slots))
 
     def num_used_after(self, seen: Sequence[int]) -> int:
         """Slots in use once rows have been fed so many tokens."""

@@ -31,19 +31,16 @@ class Matches(NamedTuple):
         entries: [B, H, T, R, D], without positions.
         ages: [B, H, T, R] int64, tokens from each entry to the query.
         visible: [B, H, T, R] bool; false where fewer than R entries were found.
-        seen: attention over them, if what found them attended; else None.
     """
 
     entries: KV
     ages: Tensor
     visible: Tensor
-    seen: Recalled | None = None
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Matches":
         """The same there, entries in this dtype."""
         entries = self.entries.map(lambda x: x.to(device, dtype))
-        seen = self.seen and Recalled(*(x.to(device) for x in self.seen))
-        return Matches(entries, self.ages.to(device), self.visible.to(device), seen)
+        return Matches(entries, self.ages.to(device), self.visible.to(device))
 
 
 class EvictedSlots:
@@ -253,8 +250,6 @@ class Recall:
 
     def as_seen(self, layer: int, queries: Tensor, batch: QueryBatch, matches: Matches) -> Recalled:
         """Return what queries [B, H, G, T, D] float32 take back, as each sees it."""
-        if matches.seen is not None:
-            return matches.seen
         keys, values = self.place_without_rotation(layer, batch, matches).map(
             lambda x: x.to(queries.dtype)
         )

@@ -27,7 +27,8 @@ from kvalign.models.rope import Angles, Rotation, RotationByLayer
 
 log = logging.getLogger(__name__)
 
-SOURCES = [Path(__file__).with_name(name) for name in ("kernel.cpp", "vectors.h")]
+_FILES = ("kernel.cpp", "attention.h", "search.h", "vectors.h")
+SOURCES = [Path(__file__).with_name(name) for name in _FILES]
 DIMS = (16, 32, 64, 80, 96, 128)  # of heads that `attend` takes
 _SHIMS = {
     "packed_product": "AtenTensorHandle, AtenTensorHandle, int64_t, AtenTensorHandle*",
@@ -44,8 +45,9 @@ _WRITTEN = (
     *("key_weight", "key_bias", "value_weight", "value_bias"),
 )
 _SEARCHED = (
-    *("queries", "keys", "values", "bases", "turn", "sketch", "scales"),
-    *("fine_keys", "worths", "newest", "since", "oldest", "added"),
+    *("queries", "keys", "values", "bases", "turn", "numbers", "scales", "fine"),
+    *("means", "mean_scales", "spreads", "is_ordered"),
+    *("worths", "newest", "since", "oldest", "added"),
 )
 _PLACING = (*_TABLES, "key_bases", "angles", "far", "age_bias", "now")
 _FITS = {
@@ -122,7 +124,8 @@ def _define() -> torch.library.Library:
     is_written = {"keys": "(a!)", "values": "(b!)"}
     of_both = (f"Tensor{is_written.get(name, '')} {name}" for name in _ATTENDED + _WRITTEN)
     of_search = ", ".join(f"Tensor {name}" for name in _SEARCHED + _PLACING)
-    nums = "near, num_estimated, num_scored, num_compared, num_recalled, first, most_apart, room"
+    nums = "near, num_blocks, num_estimated, num_scored, num_compared, num_recalled"
+    nums += ", first, most_apart, room"
     of_search += "".join(f", int {name}" for name in nums.split(", ")) + ", float alike, float bias"
     for schema in (
         "packed_product(Tensor rows, Tensor packed, int num_out) -> Tensor",
@@ -130,6 +133,7 @@ def _define() -> torch.library.Library:
         f"find({of_search}) -> ({', '.join(['Tensor'] * 6)})",
         f"write_and_attend({', '.join(of_both)}, float scale, int num_sinks) -> (Tensor, Tensor)",
         "rotate(Tensor x, Tensor cosines, Tensor sines) -> Tensor",
+        "alike_first(Tensor keys) -> Tensor",
     ):
         library.define(schema)
 
@@ -141,11 +145,12 @@ def _define() -> torch.library.Library:
         return query.new_empty(num_rows, 1, num_heads, head_dim), query.new_empty(query.shape[:2])
 
     def find(queries: Tensor, keys: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        shape = (*keys.shape[:2], queries.shape[3], others[-6])
+        num_found, first = others[-6:-4]
+        shape = (*keys.shape[:2], queries.shape[3], num_found if first < 0 else 0)
         entries = [queries.new_empty(*shape, queries.shape[4]) for _ in range(2)]
         ages, visible = (keys.new_empty(shape, dtype=x) for x in (torch.int64, torch.bool))
-        output, log_sum = torch.empty_like(queries), queries.new_empty(queries.shape[:4])
-        return *entries, ages, visible, output, log_sum
+        seen = queries[:, :, : queries.shape[2] if first >= 0 else 0]
+        return *entries, ages, visible, torch.empty_like(seen), queries.new_empty(seen.shape[:4])
 
     def rotate(x: Tensor, *others: Any) -> Tensor:
         return torch.empty_like(x)
@@ -333,9 +338,17 @@ class Placing(NamedTuple):
     bias: float = 0.0
 
 
+def alike_first(keys: Tensor) -> Tensor:
+    """Return the order [N, T] int64 of keys [N, T, D] float32 in which blocks of 16 are alike; T is
+    16 times a power of 2. Sets are halved along their longest axis, until they are blocks.
+    """
+    return torch.ops.kvalign.alike_first.default(keys.contiguous())
+
+
 def find(
     tensors: Sequence[Tensor],
     near: int,
+    num_blocks: int,
     num_estimated: int,
     num_scored: int,
     num_compared: int,
@@ -343,37 +356,38 @@ def find(
     alike: float,
     placing: Placing | None = None,
 ) -> list[Tensor]:
-    """Search of queries in a memory (`kvalign.memory.memory`), and attention over what they find.
+    """Search of queries in a memory (`kvalign.memory.memory`), or attention over what they find.
 
     Args:
         tensors: queries [B, H, G, T, D], scaled, with D one of `DIMS`; keys and values [B, H, S, D]
             float32, float16, bfloat16, or int8, [B, H, S, D + 4] (`kvalign.cache.int8`); bases [B,
-            H, 1, D] float32; turn, numbers, scales and fine keys of their sketch
-            (`kvalign.memory.memory`); worths [A] float32, added to scores, of ages from A - 1 down
-            to 0. And int64, of one row where all are alike: newest [B, 1, 1, 1], the slot of the
-            newest entry in a ring without an end; since [B, 1, T, 1], tokens after it; oldest [B,
-            1, T, 1], the age of the oldest entry that is lost. And added [B, H, G, T] float32, to
-            the scores of each query.
+            H, 1, D] float32; what a sketch of them has (`kvalign.memory.sketch`); worths [A]
+            float32, added to scores, of ages from A - 1 down to 0. And int64, of one row where all
+            are alike: newest [B, 1, 1, 1], the slot of the newest entry in a ring without an end;
+            since [B, 1, T, 1], tokens after it; oldest [B, 1, T, 1], the age of the oldest entry
+            that is lost. And added [B, H, G, T] float32, to the scores of each query.
         near: age of the oldest that is not lost.
+        num_blocks: blocks that are read of the pages in order (up to an eighth more).
         num_estimated, num_scored, num_compared, num_recalled: entries whose score is estimated by 4
             bits (up to an eighth more), whose score is exact, that are compared, and that are taken
             back.
         alike: cosine from which two keys say the same.
-        placing: None: nothing attends.
+        placing: how queries see what they find; None: what they find is asked for.
 
     Returns:
-        Keys and values [B, H, T, num_recalled, D] in the order of time, what is missing first;
-        their ages [B, H, T, num_recalled] int64, and bool whether each is there; the output of
-        attention [B, H, G, T, D] float32, 0 where nothing is found, and the logarithm of the sum of
-        the exponentials [B, H, G, T] float32.
+        Without `placing` keys and values [B, H, T, num_recalled, D] in the order of time, what is
+        missing first; their ages [B, H, T, num_recalled] int64, and bool whether each is there.
+        With it the output of attention [B, H, G, T, D] float32, 0 where nothing is found, and the
+        logarithm of the sum of the exponentials [B, H, G, T] float32.
     """
-    nums = near, num_estimated, num_scored, num_compared, num_recalled
+    nums = near, num_blocks, num_estimated, num_scored, num_compared, num_recalled
     none = tensors[0].new_empty(_NONE.shape) if torch.compiler.is_compiling() else _NONE
     placed, first = placing or Placing(), -1 if placing is None else placing.first
     others = placed.key_bases, placed.angles, placed.far, placed.age_bias, placed.now
     of_placing = *((None,) * 4 if placed.tables is None else placed.tables), *others
-    return torch.ops.kvalign.find.default(
+    found = torch.ops.kvalign.find.default(
         *(x.contiguous() for x in tensors),
         *(none if x is None else x.contiguous() for x in of_placing),
         *(*nums, first, placed.most_apart, placed.room, alike, placed.bias),
     )
+    return found[:4] if placing is None else found[4:]

@@ -52,12 +52,6 @@ INLINE void store_int8(void* to, Ints x) { _mm_storeu_si128((__m128i*)to, _mm512
 INLINE Floats from_int8(const char* from) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)))};
 }
-INLINE Floats from_int4(const char* from) {  // 8 bytes: the low halves, then the high ones
-  int64_t both;
-  std::memcpy(&both, from, sizeof both);
-  const __m128i bytes = _mm_and_si128(_mm_set_epi64x(both >> 4, both), _mm_set1_epi8(15));
-  return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes))};
-}
 INLINE Floats from_float16(const uint8_t* from) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from))};
 }
@@ -67,6 +61,11 @@ INLINE Floats from_bfloat16(const uint8_t* from) {
 }
 INLINE Ints low_halves(Ints bytes) { return {_mm512_and_si512(bytes.x, _mm512_set1_epi8(15))}; }
 INLINE Ints high_halves(Ints bytes) { return low_halves({_mm512_srli_epi16(bytes.x, 4)}); }
+INLINE Ints halves(const uint8_t* from) {  // of 32 bytes: the low ones, then the high ones
+  const __m256i bytes = _mm256_loadu_si256((const __m256i*)from), low = _mm256_set1_epi8(15);
+  const __m256i high = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low);
+  return {_mm512_inserti64x4(_mm512_castsi256_si512(_mm256_and_si256(bytes, low)), high, 1)};
+}
 INLINE Ints quarters(Ints bytes, int i) {  // bits 2 i and 2 i + 1 of each
   return {_mm512_and_si512(_mm512_srli_epi16(bytes.x, 2 * i), _mm512_set1_epi8(3))};
 }
@@ -94,6 +93,9 @@ INLINE Ints dot(const Ints* q, const int32_t* p, int32_t start) {
   }
   return {_mm512_add_epi32(even, odd)};
 }
+
+// sum + products, by fours of bytes: q of 0 to 15, and p of -127 to 127.
+INLINE Ints products(Ints q, Ints p, Ints sum) { return {_mm512_dpbusd_epi32(sum.x, q.x, p.x)}; }
 
 INLINE Floats totals(Floats* x) {  // of each of 16 vectors
   for (int i = 0; i < 8; i++)
@@ -199,12 +201,6 @@ INLINE Floats from_int8(const char* from) {
   return to_floats({_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)),
                     _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(from + 8)))});
 }
-INLINE Floats from_int4(const char* from) {
-  int64_t both;
-  std::memcpy(&both, from, sizeof both);
-  const __m128i bytes = _mm_and_si128(_mm_set_epi64x(both >> 4, both), _mm_set1_epi8(15));
-  return to_floats({_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))});
-}
 INLINE Floats from_float16(const uint8_t* from) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)),
           _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + 16)))};
@@ -220,6 +216,10 @@ INLINE Ints low_halves(Ints bytes) {
 }
 INLINE Ints high_halves(Ints bytes) {
   return low_halves({_mm256_srli_epi16(bytes.a, 4), _mm256_srli_epi16(bytes.b, 4)});
+}
+INLINE Ints halves(const uint8_t* from) {
+  const __m256i bytes = _mm256_loadu_si256((const __m256i*)from), low = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(bytes, low), _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low)};
 }
 INLINE Ints quarters(Ints bytes, int i) {
   const __m256i low = _mm256_set1_epi8(3);
@@ -269,6 +269,12 @@ INLINE Ints dot(const Ints* q, const int32_t* p, int32_t start) {
     sum = sum + Ints{_mm256_madd_epi16(a, ones), _mm256_madd_epi16(b, ones)};
   }
   return sum;
+}
+
+INLINE Ints products(Ints q, Ints p, Ints sum) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  return sum + Ints{_mm256_madd_epi16(_mm256_maddubs_epi16(q.a, p.a), ones),
+                    _mm256_madd_epi16(_mm256_maddubs_epi16(q.b, p.b), ones)};
 }
 
 INLINE __m256 totals_of_8(const Floats* x) {

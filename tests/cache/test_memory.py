@@ -12,10 +12,12 @@ from kvalign.cache.int8 import Int8
 from kvalign.cache.layer import Form
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
+from kvalign.memory import memory as memory_module
 from kvalign.memory import recall_places
-from kvalign.memory.memory import BLOCK, Memory
-from kvalign.memory.recall import QueryBatch, Recall
+from kvalign.memory.memory import Memory
+from kvalign.memory.recall import QueryBatch
 from kvalign.memory.recall_places import RecallPlaces
+from kvalign.memory.sketch import BLOCK, PAGE
 from kvalign.methods import make_method
 from kvalign.methods.own_loop import make_cache
 from kvalign.models import kernel
@@ -68,9 +70,13 @@ def stepped(method, ids):
     ],
 )
 def test_our_kernel_finds_what_pytorch_finds(
-    num_rows, group, num_queries, head_dim, num, size, dtype, cache_dtype, by_age
+    num_rows, group, num_queries, head_dim, num, size, dtype, cache_dtype, by_age, monkeypatch
 ):
-    """Which computes in float32, as our kernel does; of 8 bits, what it finds among floats."""
+    """Which computes in float32, as our kernel does; of 8 bits, what it finds among floats. Of keys
+    that are not alike at all it reads all blocks.
+    """
+    monkeypatch.setattr(memory_module, "FEWEST_BLOCKS", 10**4)
+    monkeypatch.setattr(memory_module, "MOST_BLOCKS", 10**4)
     of_memory = dict(memory=8000, num_recalled=size // 4)
     sizes = CacheSizes(cache_size=size, num_sinks=4, cache_dtype=cache_dtype, **of_memory)
     rng = torch.Generator().manual_seed(num)
@@ -100,6 +106,56 @@ def test_our_kernel_finds_what_pytorch_finds(
     assert torch.equal(found.ages[found.visible], expected.ages[found.visible])
     for x, y in zip(found.entries, expected.entries, strict=True):
         assert x.dtype == dtype and torch.equal(x[found.visible].float(), y[found.visible])
+
+
+@pytest.mark.skipif(not kernel.is_here(), reason="no AVX2, or no compiler")
+@pytest.mark.parametrize("parts", [[700], [33, 31, 512, 2048, 3000], [9000]], ids=str)
+def test_our_kernel_reads_few_blocks_of_a_memory_in_order(parts):
+    """Of a ring that is overwritten, of a memory whose entries come in other parts, and of one that
+    is restored.
+    """
+    sizes = CacheSizes(cache_size=60, num_sinks=4, memory=9000, num_recalled=16)
+    places = RecallPlaces(sizes, 8000, by_age=True, is_free=True)
+    rng = torch.Generator().manual_seed(0)
+    centers = torch.randn(2, 100, 32, generator=rng)
+    which = torch.randint(100, (1, 2, 14_000), generator=rng)
+    keys = centers[torch.arange(2)[:, None], which] + 0.3 * torch.randn(
+        1, 2, 14_000, 32, generator=rng
+    )
+    held = KV(keys, torch.randn(keys.shape, generator=rng))
+    memory, first = Memory(held, FLOATS, places), 0
+    while first < 14_000:
+        for num in parts:
+            memory.write([sizes.num_sinks + first], held.slots(first, min(num, 14_000 - first)))
+            first = min(first + num, 14_000)
+    sketch, seen = memory.sketch, torch.full((1, 40), 14_000 + sizes.num_sinks)
+    newest = (14_000 - 1) % memory.num_slots
+    ordered = [page for page in range(4) if page != newest // PAGE]
+    assert sketch.is_ordered[0].tolist() == [page in ordered for page in range(4)]
+    slots = sketch.fine[..., -2:].contiguous().view(torch.int16)[0, :, : 4 * PAGE, 0]
+    in_turn = torch.arange(PAGE, dtype=torch.int16).expand(2, -1)
+    for page, own in enumerate(slots.split(PAGE, 1)):
+        assert torch.equal(own.sort(1).values, in_turn)
+        assert torch.equal(own, in_turn) == (page not in ordered)
+    queries = 2 * torch.randn(1, 2, 2, 40, 32, generator=rng)
+
+    def found_by(one):
+        return one.find(queries, QueryBatch(places, seen, seen[0, :1], int(seen.min())))
+
+    found = found_by(memory)
+    state = memory.entries.map(Tensor.clone)
+    restored = Memory(held, FLOATS, places)
+    restored.base = memory.base.clone()
+    restored.put([sizes.num_sinks], state.slots(0, memory.num_used))
+    restored.seen = memory.seen
+    again = found_by(restored)
+    memory.sketch = None
+    expected = found_by(memory)
+    shares = [
+        (expected.ages[..., None] == x.ages[..., None, :]).any(-1).float().mean()
+        for x in (found, again)
+    ]
+    assert min(shares) > 0.97
 
 
 @pytest.mark.skipif(not kernel.is_here(), reason="no AVX2, or no compiler")
@@ -158,18 +214,21 @@ def test_our_kernel_attends_to_what_it_finds_as_pytorch_does(
         model = tiny_model("gpt2", vocab_size=VOCAB, n_embd=32, n_head=2)
     else:
         model = tiny_model("llama", vocab_size=VOCAB, head_dim=16)
-    most, as_seen = [], Recall.as_seen
+    most, see = [], Memory.see
 
-    def compared(self, layer, queries, batch, matches):
-        expected = as_seen(self, layer, queries, batch, matches._replace(seen=None))
-        is_any = matches.visible.any(-1)
-        assert matches.seen is not None and is_any.any()
-        for x, y in zip(matches.seen, expected, strict=True):
+    def compared(self, queries, batch, placing):
+        memories = (x.cache.memory for x in (one, other))
+        ((layer, recall),) = (
+            (i, own.recall) for own in memories for i, x in own.of.items() if x is self
+        )
+        matches, found = self.find(queries, batch), see(self, queries, batch, placing)
+        assert matches.visible.any()
+        for x, y in zip(found, recall.as_seen(layer, queries, batch, matches), strict=True):
             assert_close(x, y, rtol=1e-4, atol=1e-4)
         most.append(queries.shape[3])
-        return matches.seen
+        return found
 
-    monkeypatch.setattr(Recall, "as_seen", compared)
+    monkeypatch.setattr(Memory, "see", compared)
     changes = dict(recall_places=recall_places, cache_dtype=cache_dtype, recall_layers="0,1:-1.5")
     one, other = (new(model, way, **changes) for _ in range(2))
     one.feed(ids[:1, :20])

@@ -34,6 +34,7 @@ class Gone:
         self.oldest = self.num_taken = self.num_other = 0
         method.feed_segment(self.ids)  # and there is a memory
         self.memory = method.cache.memory.of[0]
+        method.cache.memory.watched = self.watched = []  # so that entries are given
         self.find, self.memory.find = self.memory.find, self.look
 
     def feed(self, ids: Tensor) -> Tensor:
@@ -41,8 +42,9 @@ class Gone:
         self.ids = torch.cat([self.ids, ids], 1)[:, -MEMORY - 4 * SEGMENT_LEN :]
         return self.method.feed_segment(ids, logits_to_keep=1)
 
-    def look(self, queries: Tensor, asking, *placing):
-        found = self.find(queries, asking, *placing)
+    def look(self, queries: Tensor, asking):
+        self.watched.clear()
+        found = self.find(queries, asking)
         ages, is_seen = found.ages[0, 0], found.visible[0, 0]  # [T, R]
         # The segment is among the ids.
         num_after = self.method.cache.seen[0] + SEGMENT_LEN - asking.seen[0]

@@ -228,7 +228,7 @@ def test_a_search_refuses_tables_that_are_too_short():
         asking = QueryBatch(places, seen, seen[0], 200)
         placing = kernel.Placing(**{"tables": tables, "first": 95} | changes)
         with nullcontext() if is_fit else pytest.raises(RuntimeError, match="not as it takes them"):
-            memory.find(queries, asking, placing)
+            memory.see(queries, asking, placing)
 
 
 @needs_kernel

@@ -1,0 +1,566 @@
+// The search of a memory, for `kernel.cpp`, and attention over what it finds. `kvalign/memory/memory.py` says what it
+// finds, `kvalign/memory/sketch.py` how keys lie in few bits.
+
+#pragma once
+
+#include "attention.h"
+
+namespace {
+
+int32_t rank_of(float x) {  // a greater number has a greater one
+  int32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits < 0 ? bits ^ 0x7fffffff : bits;
+}
+
+float of_rank(int32_t rank) {
+  const int32_t bits = rank < 0 ? rank ^ 0x7fffffff : rank;
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// A number that so many of these reach, or up to `slack` more, in vectors of 16; or, where some are equal, as few more
+// as can be. None is a NaN, and so many are not -inf.
+float reached_by(const float* numbers, int64_t length, int64_t num, int64_t slack) {
+  Floats most = floats(-INFINITY), least = floats(INFINITY);
+  for (int64_t i = 0; i < length; i += 16) most = max(load(numbers + i), most);
+  for (int64_t i = 0; i < num; i += 16) least = min(load(numbers + i), least);
+  float all[16];
+  store(all, least);
+  int64_t low = rank_of(*std::min_element(all, all + 16)), high = rank_of(greatest(most)) + int64_t{1};
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    const Floats reached = floats(of_rank(middle));
+    int64_t found = 0;
+    for (int64_t i = 0; i < length; i += 16) found += num_at_least(load(numbers + i), reached);
+    if (found >= num && found <= num + slack) return of_rank(middle);
+    (found > num ? low : high) = middle;
+  }
+  return of_rank(low);
+}
+
+// Finds the best so many of numbers that come in vectors of 16, or up to `slack` more, in their order; -inf is none.
+struct Best {
+  std::vector<float> worths;
+  std::vector<int32_t> found;
+  int64_t num, slack, room, end;
+  float least;  // what a number must reach
+
+  void begin(int64_t most, int64_t more = 0) {
+    num = most, slack = more, room = 4 * (num + slack), end = 0, least = std::numeric_limits<float>::lowest();
+    found.resize(room + 32), worths.resize(room + 32);
+  }
+
+  void see(Floats worth, int64_t first) {  // none is a NaN
+    end += store_at_least(&found[end], &worths[end], lanes() + ints(first), worth, floats(least));
+    if (end >= room) keep();
+  }
+
+  void keep() {
+    if (end <= num + slack) return;
+    std::fill(&worths[end], &worths[end] + 16, -INFINITY);
+    const float last = reached_by(worths.data(), end, num, slack);
+    int64_t kept = 0;
+    for (int64_t i = 0; i < end; i += 16)
+      kept += store_at_least(&found[kept], &worths[kept], load_bytes(&found[i]), load(&worths[i]), floats(last));
+    end = kept, least = std::nextafter(last, INFINITY);
+    for (int64_t over = kept - num - slack, i = kept - 1; over > 0; i--) {  // of equal ones, the first
+      if (worths[i] > last) continue;
+      std::copy(&found[i + 1], &found[end], &found[i]), std::copy(&worths[i + 1], &worths[end], &worths[i]);
+      end--, over--;
+    }
+  }
+
+  std::vector<int32_t>& all() {
+    keep();
+    found.resize(end);
+    return found;
+  }
+
+  std::vector<int32_t>& of(const std::vector<float>& numbers, int64_t most) {
+    begin(most);
+    for (size_t i = 0; i < numbers.size(); i += 16) see(load(&numbers[i]), i);
+    return all();
+  }
+};
+
+struct Candidate {
+  float worth;
+  int64_t slot, age;
+};
+
+// Keys of entries less their mean, of length 1; and in 8 bits, 16 keys together: by fours of their numbers.
+template <int VECTORS>
+struct Apart {
+  static constexpr int64_t dim = 16 * VECTORS;
+  std::vector<float> keys;
+  std::vector<int32_t> own, blocks;  // of blocks each number is 128 more
+  int64_t num;
+
+  template <Kind KIND>
+  void of(Entries<VECTORS, KIND> k, const std::vector<Candidate>& found) {
+    num = found.size();
+    keys.resize(num * dim), own.resize(num * dim / 4);
+    blocks.assign((num + 15) / 16 * dim * 4, 0);
+    Floats mean[VECTORS], x[VECTORS];
+    for (auto& part : mean) part = floats(0);
+    for (const auto& entry : found)
+      for (int i = 0; i < VECTORS; i++) mean[i] = mean[i] + k.read(entry.slot, i);
+    for (auto& part : mean) part = part / floats(num);
+    for (int64_t j = 0; j < num; j++) {
+      Floats squares = floats(0);
+      for (int i = 0; i < VECTORS; i++) {
+        x[i] = k.read(found[j].slot, i) - mean[i];
+        squares = fma(x[i], x[i], squares);
+      }
+      const float length = std::max(std::sqrt(total(squares)), 1e-12f);
+      for (int i = 0; i < VECTORS; i++) {
+        const Floats part = x[i] / floats(length);
+        store(&keys[j * dim + 16 * i], part);
+        store_int8(&own[j * dim / 4 + 4 * i], to_ints(part * floats(127)));
+      }
+      for (int64_t c = 0; c < dim / 4; c++) blocks[(j / 16 * dim / 4 + c) * 16 + j % 16] = own[j * dim / 4 + c] ^ 0x80808080;
+    }
+  }
+
+  // Whether a newer key is as much like this one: by 8 bits, and where these do not decide exactly.
+  bool is_said_again(int64_t j, float alike) const {
+    constexpr float UNSURE = 0.02f, ONE = 127 * 127;
+    const int32_t* p = &own[j * dim / 4];
+    int32_t sum = 0;
+    for (int64_t d = 0; d < dim; d++) sum += ((const int8_t*)p)[d];
+    for (int64_t first = (j + 1) / 16 * 16; first < num; first += 16) {
+      Ints of_block[4 * VECTORS];
+      for (int c = 0; c < 4 * VECTORS; c++) of_block[c] = load_bytes(&blocks[(first * dim / 4) + c * 16]);
+      const Floats cosines = to_floats(dot<8, 4 * VECTORS>(of_block, p, -offset_of(8) * sum));
+      if (!num_at_least(cosines, floats((alike - UNSURE) * ONE))) continue;
+      float all[16];
+      store(all, cosines);
+      for (int64_t newer = std::max(first, j + 1); newer < std::min(first + 16, num); newer++)
+        if (all[newer - first] >= (alike - UNSURE) * ONE && cosine(j, newer) > alike) return true;
+    }
+    return false;
+  }
+
+  float cosine(int64_t j, int64_t other) const {
+    Floats sum = floats(0);
+    for (int i = 0; i < VECTORS; i++) sum = fma(load(&keys[j * dim + 16 * i]), load(&keys[other * dim + 16 * i]), sum);
+    return total(sum);
+  }
+};
+
+constexpr float FINE = 0.3352f / 0.996f;  // the distance of 16 levels, relative to that of four (`kvalign/memory/sketch.py`)
+
+// Puts each of many sets of keys in an order in which blocks of 16 are alike: halves them along their longest axis
+// until they are blocks.
+struct Halving {
+  const float* keys;
+  int64_t *order, length;
+
+  struct Along {
+    int32_t rank, number;
+    bool operator<(const Along& other) const { return rank != other.rank ? rank < other.rank : number < other.number; }
+  };
+
+  template <int VECTORS>
+  static void halve(const float* x, std::vector<Along>& all, std::vector<float>& products, int64_t begin, int64_t end) {
+    constexpr int64_t dim = 16 * VECTORS;
+    const int64_t middle = begin + (end - begin) / 2;
+    if (middle - begin < BLOCK) return;
+    Floats mean[VECTORS], apart[VECTORS], axis[VECTORS];
+    for (auto& part : mean) part = floats(0);
+    for (int64_t j = begin; j < end; j++)
+      for (int i = 0; i < VECTORS; i++) mean[i] = mean[i] + load(x + all[j].number * dim + 16 * i);
+    for (auto& part : mean) part = part / floats(end - begin);
+    products.assign(dim * dim, 0);
+    float numbers[dim];
+    for (int64_t j = begin; j < end; j++) {
+      for (int i = 0; i < VECTORS; i++) {
+        apart[i] = load(x + all[j].number * dim + 16 * i) - mean[i];
+        store(numbers + 16 * i, apart[i]);
+      }
+      for (int64_t d = 0; d < dim; d++)
+        for (int i = 0; i < VECTORS; i++) {
+          float* to = &products[d * dim + 16 * i];
+          store(to, fma(floats(numbers[d]), apart[i], load(to)));
+        }
+    }
+    // The power method, from the axis of the number that differs most on.
+    int64_t most = 0;
+    for (int64_t d = 1; d < dim; d++)
+      if (products[d * dim + d] > products[most * dim + most]) most = d;
+    for (int i = 0; i < VECTORS; i++) axis[i] = load(&products[most * dim + 16 * i]);
+    for (int round = 0; round < 3; round++) {
+      Floats squares = floats(0);
+      for (int i = 0; i < VECTORS; i++) squares = fma(axis[i], axis[i], squares);
+      const float length = std::sqrt(total(squares));
+      for (int i = 0; i < VECTORS; i++) store(numbers + 16 * i, axis[i] * floats(length > 0 ? 1 / length : 0)), axis[i] = floats(0);
+      for (int64_t d = 0; d < dim; d++)
+        for (int i = 0; i < VECTORS; i++) axis[i] = fma(floats(numbers[d]), load(&products[d * dim + 16 * i]), axis[i]);
+    }
+    for (int64_t j = begin; j < end; j++) {
+      Floats sum = floats(0);
+      for (int i = 0; i < VECTORS; i++) sum = fma(axis[i], load(x + all[j].number * dim + 16 * i), sum);
+      all[j].rank = rank_of(total(sum));
+    }
+    std::nth_element(&all[begin], &all[middle], &all[0] + end);
+    halve<VECTORS>(x, all, products, begin, middle);
+    halve<VECTORS>(x, all, products, middle, end);
+  }
+
+  template <int VECTORS>
+  void run(int64_t num) {
+    auto sets = [](int64_t begin, int64_t end, void* self) {
+      const auto [keys, order, length] = *(Halving*)self;
+      std::vector<Along> all(length);
+      std::vector<float> products;
+      for (int64_t n = begin; n < end; n++) {
+        for (int32_t j = 0; j < length; j++) all[j].number = j;
+        halve<VECTORS>(keys + n * length * 16 * VECTORS, all, products, 0, length);
+        for (int64_t j = 0; j < length; j++) order[n * length + j] = all[j].number;
+      }
+    };
+    torch_parallel_for(0, num, 1, sets, this);
+  }
+};
+
+constexpr int64_t PAGE = 2048;  // entries that are put in order together
+
+struct Search {
+  const float *queries, *bases, *worths, *turn;  // `turn`: [D, D], of queries that meet the sketch
+  const uint8_t *sketch, *scales, *means, *mean_scales, *spreads;
+  const bool* is_ordered;
+  const char *fine_keys, *keys, *values;
+  const float* added;  // to the scores of each query, [B, H, G, T]
+  const int64_t *newest, *since, *oldest;
+  float *found_keys, *found_values;
+  int64_t* ages;
+  bool* visible;
+  int64_t num_heads, num_queries, num_tokens, num_slots;  // queries of a head of keys, tokens that ask
+  int64_t num_pages, num_blocks, num_ages, near, num_estimated, num_scored, num_compared, num_recalled;
+  Kind kind;
+  bool rows_are_alike;  // one row of `since`, `oldest` and `now` for all
+  float alike;
+  // How the queries see what is found, as kernel.py says of `Placing`; or nobody asks.
+  float *out = nullptr, *log_sums = nullptr;
+  const float *key_bases, *far, *age_bias, *cosines, *sines;
+  const int64_t* now;
+  Tables tables{};
+  int64_t num_pairs, first_place, most_apart, room;
+  float bias;
+
+  // A query, and how it meets a sketch: turned, and rounded to 8 bits, by fours of its numbers.
+  template <int VECTORS>
+  struct Asked {
+    const float* query;
+    float added, of_base;  // to its scores with keys, and with a sketch
+    int32_t fours[4 * VECTORS];
+    int8_t halves[(VECTORS + 3) / 4][64] = {};  // the same by eights of its numbers, as `fine` has them
+    float scale, sum;  // score = scale * (sum of products - middle of a key's numbers * sum) * scale of a key + of_base
+    float length;
+
+    Asked(const float* query, float added, const float* base, const float* turn) : query(query), added(added) {
+      constexpr int64_t dim = 16 * VECTORS;
+      Floats products = floats(0), sums[VECTORS];
+      for (auto& sum : sums) sum = floats(0);
+      for (int i = 0; i < VECTORS; i++) products = fma(load(query + 16 * i), load(base + 16 * i), products);
+      of_base = total(products) + added;
+      for (int64_t j = 0; j < dim; j++)
+        for (int i = 0; i < VECTORS; i++) sums[i] = fma(floats(query[j]), load(turn + j * dim + 16 * i), sums[i]);
+      Ints most = ints(0), all = ints(0);
+      products = floats(0);
+      for (int i = 0; i < VECTORS; i++) {
+        products = fma(sums[i], sums[i], products);
+        most = max(most, magnitude_bits(sums[i]));
+      }
+      const int32_t found = greatest(most);  // it may be a NaN
+      std::memcpy(&scale, &found, sizeof scale);
+      scale /= 127;
+      for (int i = 0; i < VECTORS; i++) {
+        const Ints whole = to_ints(sums[i] * floats(scale > 0 ? 1 / scale : 0));
+        store_int8(fours + 4 * i, whole);
+        std::memcpy(halves[i / 4] + 8 * (i % 4), fours + 4 * i, 8);
+        std::memcpy(halves[i / 4] + 32 + 8 * (i % 4), fours + 4 * i + 2, 8);
+        all = all + whole;
+      }
+      sum = total(all);
+      length = std::sqrt(total(products));
+    }
+  };
+
+  // What 16 keys of a sketch may count for the queries, or means of keys that are so far from there: of each the
+  // greatest.
+  template <int VECTORS>
+  static Floats estimate(const std::vector<Asked<VECTORS>>& all, const uint8_t* block, const uint8_t* scale,
+                         const uint8_t* spread = nullptr) {
+    Ints fours[4 * VECTORS];
+    for (int c = 0; c < 4 * VECTORS; c++) fours[c] = quarters(load_bytes(block + 64 * (c / 4)), c % 4);
+    Floats most = floats(-INFINITY), of_keys = from_float16(scale);
+    for (const auto& query : all) {
+      const Floats sum = to_floats(dot<2, 4 * VECTORS>(fours, query.fours, 0));
+      const Floats score = (sum - floats(1.5f * query.sum)) * floats(query.scale);
+      const Floats best = spread ? fma(from_float16(spread), floats(query.length), floats(query.of_base)) : floats(query.of_base);
+      most = max(fma(score, of_keys, best), most);  // none is a NaN
+    }
+    return most;
+  }
+
+  // The scores of keys in these places, in vectors of 16: of each the greatest that a query gives it. Those of 4 bits have
+  // scales apart.
+  template <int VECTORS, Kind KIND>
+  static void scores(const std::vector<Asked<VECTORS>>& all, Entries<VECTORS, KIND> x,
+                     const std::vector<int32_t>& places, std::vector<float>& out) {
+    constexpr int64_t AHEAD = 32;
+    constexpr int CHUNKS = (VECTORS + 3) / 4, REST = 8 * VECTORS - 32 * (CHUNKS - 1);
+    const int64_t num = places.size();
+    out.assign((num + 15) / 16 * 16, -INFINITY);
+    std::vector<Floats> sums(16 * all.size());
+    for (int64_t j = 0; j < std::min(AHEAD, num); j++) x.from(places[j]).prefetch();
+    for (int64_t first = 0; first < num; first += 16) {
+      for (int64_t j = first + AHEAD; j < std::min(first + AHEAD + 16, num); j++) x.from(places[j]).prefetch();
+      uint16_t halves_of[16] = {};
+      for (int64_t j = first; KIND == INT4 && j < std::min(first + 16, num); j++) halves_of[j - first] = x.half(places[j], 0);
+      for (int64_t j = 0; j < 16; j++) {
+        const int64_t one = places[std::min(first + j, num - 1)];
+        if (KIND == INT4) {
+          Ints x_of[CHUNKS];
+          for (int c = 0; c < CHUNKS; c++) {
+            uint8_t bytes[32] = {};
+            std::memcpy(bytes, x.from(one).first + 32 * c, c < CHUNKS - 1 ? 32 : REST);
+            x_of[c] = halves(bytes);
+          }
+          for (size_t r = 0; r < all.size(); r++) {
+            Ints sum = ints(0);
+            for (int c = 0; c < CHUNKS; c++) sum = products(x_of[c], load_bytes(all[r].halves[c]), sum);
+            sums[16 * r + j] = to_floats(sum);
+          }
+        } else {
+          Floats x_of[VECTORS];
+          for (int i = 0; i < VECTORS; i++) x_of[i] = x.part(one, i);
+          for (size_t r = 0; r < all.size(); r++) {
+            Floats sum = load(all[r].query) * x_of[0];
+            for (int i = 1; i < VECTORS; i++) sum = fma(load(all[r].query + 16 * i), x_of[i], sum);
+            sums[16 * r + j] = x.scaled(one, sum);
+          }
+        }
+      }
+      const Floats scales = from_float16((const uint8_t*)halves_of) * floats(FINE);
+      for (size_t r = 0; r < all.size(); r++) {
+        const auto& query = all[r];
+        Floats found = totals(&sums[16 * r]);
+        if (KIND == INT4)
+          found = fma((found - floats(7.5f * query.sum)) * floats(query.scale), scales, floats(query.of_base));
+        else
+          found = found + floats(query.added);
+        store(&out[first], max(found, load(&out[first])));
+      }
+    }
+    std::fill(out.begin() + num, out.end(), -INFINITY);
+  }
+
+  template <int VECTORS, Kind KIND>
+  void tokens(int64_t begin, int64_t end) const {  // of all rows and heads
+    using Stored = Entries<VECTORS, KIND>;
+    constexpr int64_t dim = 16 * VECTORS;
+    std::vector<float> of_slots, worth, taken[2];
+    Apart<VECTORS> apart;
+    for (auto& part : taken) part.resize(num_recalled * dim);
+    std::vector<int64_t> old(num_recalled);
+    std::vector<bool> is_unsaid;
+    std::vector<Asked<VECTORS>> all;
+    std::vector<Candidate> found;
+    std::vector<int32_t> blocks, entries, slots;
+    std::vector<int64_t> whole;
+    Best best;
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t head = i / num_tokens, t = i % num_tokens, row = head / num_heads;
+      const int64_t of_row = rows_are_alike ? 0 : row, of_token = of_row * num_tokens + t;
+      const float* add_to = added + head * num_queries * num_tokens + t;
+      const float* query = queries + (head * num_queries * num_tokens + t) * dim;
+      const Stored k = Stored{keys}.from(head * num_slots), v = Stored{values}.from(head * num_slots);
+      const int64_t last = newest[of_row] % num_slots, after = since[of_token], farthest = oldest[of_token];
+      auto age = [&](int64_t slot) { return (slot > last ? last + num_slots - slot : last - slot) + after; };
+      auto is_lost = [&](int64_t age) { return age > near && age <= farthest; };
+      auto worth_of = [&](int64_t age) { return worths[num_ages - 1 - age]; };
+      const auto first_age = [&](int64_t p) { return age(p * PAGE); };
+      const auto is_in_turn = [&](int64_t p) { return age(p * PAGE) - age((p + 1) * PAGE - 1) == PAGE - 1; };
+      const auto is_in_order = [&](int64_t p) { return p < num_pages && is_ordered[row * num_pages + p]; };
+      const auto is_whole = [&](int64_t p) {  // in order and lost, all of it
+        return is_in_order(p) && is_in_turn(p) && first_age(p) <= farthest && age((p + 1) * PAGE - 1) > near;
+      };
+      const Entries<VECTORS, INT4> fine = Entries<VECTORS, INT4>{fine_keys}.from(head * num_slots);
+      const auto slot_of_entry = [&](int64_t entry) { return entry - entry % PAGE + fine.slot(entry); };
+      // 1. What the lost entries may count by 2 bits, in blocks of 16.
+      all.clear();
+      for (int64_t r = 0; r < num_queries; r++)
+        all.emplace_back(query + r * num_tokens * dim, add_to[r * num_tokens], bases + head * dim, turn);
+      const uint8_t *blocks_of = sketch + head * num_slots * (dim / 4), *scales_of = scales + head * num_slots * 2;
+      // Of the pages in order those whose mean promises most; a page counts by its middle's age.
+      whole.clear();
+      for (int64_t p = 0; p < num_pages; p++)
+        if (is_whole(p)) whole.push_back(p);
+      best.begin(num_blocks, num_blocks / 8);
+      const bool are_few = (int64_t)whole.size() * PAGE <= num_blocks * 16;
+      for (const int64_t p : whole) {
+        const int64_t first = (head * num_pages + p) * (PAGE / 16);
+        const Floats worth = floats(worth_of(first_age(p) - PAGE / 2));
+        for (int64_t j = 0; j < PAGE / 16; j += 16) {
+          const int64_t at = first + j;
+          const Floats found = are_few ? worth : estimate<VECTORS>(all, means + at * (dim / 4), mean_scales + at * 2, spreads + at * 2) + worth;
+          best.see(found, p * (PAGE / 16) + j);
+        }
+      }
+      blocks = best.all();
+      const int64_t most = std::max(num_scored, std::min(num_estimated, (farthest - near) / 4));
+      best.begin(most, most > num_scored ? most / 8 : 0);
+      for (size_t j = 0; j < blocks.size(); j++) {
+        const auto fetch = [&](int64_t block) {
+          for (int64_t line = 0; line < 4 * dim; line += 64) __builtin_prefetch(blocks_of + block * 4 * dim + line);
+          __builtin_prefetch(scales_of + block * 32);
+        };
+        if (j + 8 < blocks.size()) fetch(blocks[j + 8]);
+        const int64_t block = blocks[j];
+        const Floats worth = floats(worth_of(first_age(block * 16 / PAGE) - PAGE / 2));
+        best.see(estimate<VECTORS>(all, blocks_of + block * 4 * dim, scales_of + block * 32) + worth, block * 16);
+      }
+      const auto see = [&](int64_t entry, const float* add, int64_t num) {
+        const uint8_t *block = blocks_of + entry * (dim / 4), *scale = scales_of + entry * 2;
+        Floats least = floats(best.least);
+        for (int64_t end = entry + 16 * num; entry < end; entry += 16, block += 4 * dim, scale += 32, add += 16) {
+          const Floats worth = estimate<VECTORS>(all, block, scale) + load(add);
+          if (!num_at_least(worth, least)) continue;
+          best.see(worth, entry);
+          least = floats(best.least);
+        }
+      };
+      for (int64_t entry = 0; entry < num_slots;) {
+        const int64_t page = entry / PAGE, of_page = page < num_pages ? (page + 1) * PAGE : num_slots;
+        if (page < num_pages && is_whole(page)) {
+          entry = of_page;
+          continue;
+        }
+        float by_age[16];
+        const int64_t first = age(entry), newest = age(entry + 15), end = entry <= last ? std::min(last + 1, of_page) : of_page;
+        const bool in_turn = first - newest == 15 && !is_in_order(page);  // but where the ring ends
+        int64_t num = 1;
+        if (in_turn && first <= farthest && newest > near) {  // all are lost, and of some blocks more
+          num = std::min((end - entry) / 16, (newest - near + 15) / 16);
+          see(entry, worths + num_ages - 1 - first, num);
+        } else if (!in_turn || (first > near && newest <= farthest)) {
+          for (int64_t j = 0; j < 16; j++) {
+            const int64_t old = age(is_in_order(page) ? slot_of_entry(entry + j) : entry + j);
+            by_age[j] = is_lost(old) ? worth_of(old) : -INFINITY;
+          }
+          see(entry, by_age, 1);
+        }
+        entry += 16 * num;
+      }
+      // 2. The best of them by 4 bits, if they are more than a few, and of those by their worth, in the order of time.
+      entries = best.all();
+      const auto best_of = [&](auto stored, const std::vector<int32_t>& places, int64_t num, auto slot) -> std::vector<int32_t>& {
+        scores(all, stored, places, of_slots);
+        for (size_t j = 0; j < places.size(); j++) of_slots[j] += worth_of(age(slot(places[j])));
+        return best.of(of_slots, num);
+      };
+      if (most > num_scored) {
+        for (int32_t& j : best_of(fine, entries, num_scored, slot_of_entry)) j = entries[j];
+        std::swap(entries, best.found);
+      }
+      slots.clear();
+      for (const int32_t j : entries) slots.push_back(slot_of_entry(j));
+      found.clear();
+      for (const int32_t j : best_of(k, slots, num_compared, [](int64_t slot) { return slot; }))
+        found.push_back({of_slots[j], slots[j], age(slots[j])});
+      const auto is_before = [](const Candidate& one, const Candidate& other) { return one.slot < other.slot; };
+      if (!blocks.empty()) std::sort(found.begin(), found.end(), is_before);
+      const auto is_newer = [&](const Candidate& one) { return one.slot <= last; };  // than those beyond it
+      std::rotate(found.begin(), std::find_if_not(found.begin(), found.end(), is_newer), found.end());
+      // 3. Of those, the best that no newer one says again.
+      apart.of(k, found);
+      worth.assign((found.size() + 15) / 16 * 16, -INFINITY);
+      for (size_t j = 0; j < found.size(); j++) worth[j] = found[j].worth;
+      is_unsaid.assign(found.size(), false);
+      for (bool are_unsaid = false; !are_unsaid;) {
+        are_unsaid = true;
+        for (const int32_t j : best.of(worth, num_recalled)) {
+          if (is_unsaid[j]) continue;
+          is_unsaid[j] = !apart.is_said_again(j, alike);
+          if (!is_unsaid[j]) worth[j] = -INFINITY, are_unsaid = false;
+        }
+      }
+      const auto& kept = best.found;
+      const int64_t missing = num_recalled - kept.size();
+      for (const int32_t j : kept) v.from(found[j].slot).prefetch();
+      for (int64_t j = 0; j < num_recalled; j++) {
+        const Candidate one = j < missing ? Candidate{0, 0, -1} : found[kept[j - missing]];
+        old[j] = one.age;
+        k.copy(one.slot, &taken[0][j * dim]);
+        v.copy(one.slot, &taken[1][j * dim]);
+      }
+      if (out) {
+        attend<VECTORS>(all, i, now ? now[of_token] : 0, taken, old);
+        continue;
+      }
+      const int64_t to = i * num_recalled;
+      for (int64_t j = 0; j < num_recalled; j++) ages[to + j] = std::max(old[j], int64_t{0}), visible[to + j] = old[j] >= 0;
+      std::copy(taken[0].begin(), taken[0].end(), found_keys + to * dim);
+      std::copy(taken[1].begin(), taken[1].end(), found_values + to * dim);
+    }
+  }
+
+  // What the queries of one token and head of keys see of what they found.
+  template <int VECTORS>
+  void attend(const std::vector<Asked<VECTORS>>& all, int64_t i, int64_t position, std::vector<float>* x,
+              const std::vector<int64_t>& ages) const {
+    constexpr int64_t dim = 16 * VECTORS;
+    const int64_t head = i / num_tokens, own = head % num_heads;
+    std::vector<float> queries, added(num_recalled), of_all(num_queries), seen(num_queries * dim);
+    std::vector<int64_t> places(num_recalled, -1);
+    double beyond = 0;
+    for (int64_t j = num_recalled - 1; j >= 0; j--) {  // what is not there comes first
+      const int64_t age = ages[j], newer = j == num_recalled - 1 ? -1 : ages[j + 1];
+      if (age < 0) break;
+      if (far) beyond += std::max<float>(far[age] - (newer < 0 ? 0 : far[newer]), newer < 0 ? 0 : std::min(age - newer, most_apart));
+      const int64_t away = far ? std::min((int64_t)std::nearbyint((float)beyond), room) : num_recalled - 1 - j;
+      const int64_t at = tables.row(own, now ? std::max(position - near - 1 - away, int64_t{0}) : first_place + j);
+      const float* means[] = {tables.key_means, tables.value_means};
+      const float* scales[] = {tables.key_scales, tables.value_scales};
+      for (int64_t d = 0; key_bases && d < dim; d++) x[0][j * dim + d] += key_bases[own * dim + d];
+      for (int part = 0; tables.key_means && part < 2; part++)
+        for (int64_t d = 0; d < dim; d++) {
+          float& number = x[part][j * dim + d];
+          number = means[part][at * dim + d] + number * scales[part][at];
+        }
+      rotate(&x[0][j * dim], cosines + away * num_pairs, sines + away * num_pairs, num_pairs);
+      places[j] = 0, added[j] = bias + (age_bias ? age_bias[age] : 0);
+    }
+    for (const auto& one : all) queries.insert(queries.end(), one.query, one.query + dim);
+    Attention attention{queries.data(), (char*)x[0].data(), (char*)x[1].data(), places.data(), seen.data(), of_all.data(), added.data()};
+    attention.num_heads = 1, attention.num_queries = num_queries, attention.num_slots = num_recalled, attention.scale = 1;
+    attention.num_pairs = 0, attention.bases = nullptr;
+    attention.template head<VECTORS, FLOAT32>(0);
+    for (int64_t r = 0; r < num_queries; r++) {
+      const int64_t to = (head * num_queries + r) * num_tokens + i % num_tokens;
+      std::memcpy(out + to * dim, &seen[r * dim], dim * sizeof(float));
+      log_sums[to] = of_all[r];
+    }
+  }
+
+  template <int VECTORS>
+  void run(int64_t num_rows) {
+    auto all = [](int64_t begin, int64_t end, void* self) {
+      const auto& search = *(Search*)self;
+      switch (search.kind) {
+        case FLOAT32: return search.tokens<VECTORS, FLOAT32>(begin, end);
+        case FLOAT16: return search.tokens<VECTORS, FLOAT16>(begin, end);
+        case BFLOAT16: return search.tokens<VECTORS, BFLOAT16>(begin, end);
+        case INT8: return search.tokens<VECTORS, INT8>(begin, end);
+        case INT4: return;
+      }
+    };
+    torch_parallel_for(0, num_rows * num_heads * num_tokens, 1, all, this);
+  }
+};
+
+}  // namespace
