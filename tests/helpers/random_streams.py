@@ -99,7 +99,7 @@ class RandomStream:
             kind = pick(("table", "table-network")) if name == "kvalign" else "none"
         elif way == "memory":
             name = pick(("streaming-llm", "kvalign"))
-            asked["num_evicted"], asked["memory"] = 1, rng.randint(5, 60)
+            asked["num_evicted"], asked["memory"] = 1, rng.randint(5, pick((9, 60)))
             asked["num_recalled"] = rng.randint(1, max(1, size - num_sinks - 1))
             asked["recall_places"] = pick((None, "age", "rank"))
             asked["recall_layers"] = pick((None, None, "1", "0:-1.5,1:0.5"))
@@ -401,7 +401,7 @@ class RandomStream:
         """What is taken back within it: of a row and a number of tokens before, which an edit may
         come to twice, in turn; by layer, the tokens of each head.
         """
-        taken, find = defaultdict(list), Memory.find
+        taken, find, see = defaultdict(list), Memory.find, Memory.see
 
         def told(memory, queries, asking, *placing):
             found = find(memory, queries, asking, *placing)
@@ -416,11 +416,15 @@ class RandomStream:
                     steps[-1][layer] = [(now - x[seen]).tolist() for x, seen in of_heads]
             return found
 
-        Memory.find = told
+        def found_and_seen(memory, queries, asking, *placing):
+            memory.find(queries, asking)
+            return see(memory, queries, asking, *placing)
+
+        Memory.find, Memory.see = told, found_and_seen
         try:
             yield taken
         finally:
-            Memory.find = find
+            Memory.find, Memory.see = find, see
 
 
 def _next_of(taken, row, seen) -> dict[int, list[list[int]]]:
