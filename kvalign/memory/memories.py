@@ -276,9 +276,8 @@ class Memories(Part):
         entries = read_kv(
             read, "memory", memory.num_used_after(seen), head_dim, memory.form, memory.device
         )
-        memory.base = read("base", (1, head_dim), torch.float32, memory.device).clone()
-        memory.put([self.sizes.num_sinks] * len(seen), entries)
-        memory.seen = seen
+        base = read("base", (1, head_dim), torch.float32, memory.device).clone()
+        memory.restore(entries, base, seen)
 
     def check_editable(self) -> None:
         """Raise UserError unless entries can be moved to any place."""

@@ -3,16 +3,15 @@
 It lies beside the model on a GPU that has room for it, else in the host's memory. There queries go
 to it, and the few entries that they take back return, so it may be larger than a GPU's memory.
 
-    slots   0 1 2 3 4 5 6 7 | 8 9 ...      a ring: the entry of token j lies in slot
-            block 0         | block 1      (j - num_sinks) mod the number of slots
+The slots are a ring: the entry of token j lies in slot (j - num_sinks) mod the number of slots.
 
 Each head of keys searches for itself, and each row has its own tokens. An entry's worth is its
 score with the query, reduced a little with its age. Of entries with nearly equal keys only the
 newest counts. Otherwise a fact's old values would crowd out the new one.
 
-Our kernel estimates the scores of all entries from their keys in 2 bits, those of the best from 4
-bits, and computes the exact ones of the best of these. A single old fact is found so; it is missed
-if whole groups of entries are ranked first (eval/results/memory.md). Without the kernel all scores
+Our kernel reads a sketch of the keys (`kvalign.memory.sketch`): blocks of entries that are alike,
+by their means, the entries of the best of these and of all young ones in 2 bits, those of the best
+of these in 4; and it computes the exact scores of the best of these. Without the kernel all scores
 are exact.
 """
 
@@ -40,8 +39,8 @@ from kvalign.models.wrapped import no_autograd_modes
 TOGETHER = 32
 """Tokens fed one by one that are put aside at once."""
 NUM_ESTIMATED = 512
-"""Entries whose scores the kernel estimates by 4 bits; 16 times as many as are taken back, if that
-is more, or a quarter of those that are lost, if that is less."""
+"""Entries whose scores the kernel estimates by 4 bits: up to twice as many of many, 16 times as
+many as are taken back, if that is more, or a quarter of those that are lost, if that is less."""
 NUM_SCORED = 96
 """Entries whose exact scores it computes; one and a half times as many as are compared, if that is
 more."""
@@ -62,7 +61,7 @@ class Memory:
         places: of what is taken back.
         device: where it lies.
         is_searched: whether queries look for its entries; else they wait for edits.
-        patience: tokens for which pages that the window has left wait until they are put in order.
+        patience: tokens for which a page waits, when it is due, until it is put in order.
         grows: whether slots are allocated as they are needed; else all at once, for a compiled
             step or on a GPU.
 
@@ -111,13 +110,27 @@ class Memory:
 
     def put(self, seen: Sequence[int], new: KV) -> None:
         """Same for entries as they are stored."""
+        self._put(seen, new, [n + new.keys.shape[2] for n in seen])
+
+    def restore(self, stored: KV, base: Tensor, seen: list[int]) -> None:
+        """Have these entries in the first slots, and this base, after so many tokens of a row."""
+        self.base = base
+        self._put([self.sizes.num_sinks] * len(seen), stored, seen)
+
+    def _put(self, seen: Sequence[int], new: KV, seen_after: list[int]) -> None:
         new, num_new = new.map(lambda x: x.detach().to(self.device)), new.keys.shape[2]
         self._grow(max(seen) + num_new - self.sizes.num_sinks)
-        alike = len(set(seen)) == 1
-        for row, start in [(slice(None), seen[0])] if alike else enumerate(seen):
-            rows = row if isinstance(row, slice) else slice(row, row + 1)
+        for rows, start in self._rows_of(seen):
             self._write_rows(rows, start, new.rows(rows))
-        self.seen = [n + num_new for n in seen]
+        self.seen = seen_after
+        for rows, num in self._rows_of(seen_after) if self.sketch is not None else ():
+            self._order(self.sketch, rows, num - self.sizes.num_sinks)
+
+    def _rows_of(self, seen: Sequence[int]) -> list[tuple[slice, int]]:
+        """Rows with the tokens of each; all together, if these are alike."""
+        if len(set(seen)) == 1:
+            return [(slice(None), seen[0])]
+        return [(slice(row, row + 1), n) for row, n in enumerate(seen)]
 
     def _write_rows(self, rows: slice, start: int, new: KV) -> None:
         num_new = new.keys.shape[2]
@@ -134,8 +147,6 @@ class Memory:
             if self.sketch is not None:
                 self._sketch(self.sketch, rows, slot, keys - self.base[rows])
             first += num
-        if self.sketch is not None:
-            self._order(self.sketch, rows, start + num_new - self.sizes.num_sinks)
 
     def _sketch(self, sketch: Sketch, rows: slice, slot: int, apart: Tensor) -> None:
         """Write keys less their base into a sketch, of the slots from this one on."""
@@ -148,12 +159,15 @@ class Memory:
         sketch.write(rows, slot, apart)
 
     def _order(self, sketch: Sketch, rows: slice, num: int) -> None:
-        """Put the pages in order that are due after so many tokens without sinks."""
+        """Put the pages in order that are due after so many tokens without sinks: so long after the
+        window has left them that their entries' ages weigh about as much.
+        """
         for page in sketch.not_in_order(rows):
             first, last = page * PAGE, (page + 1) * PAGE - 1
             age = (num - 1 - last) % self.num_slots
             is_in_turn = (num - 1 - first) % self.num_slots - age == PAGE - 1
-            if last < num and age >= self.sizes.num_in_sight + self.patience and is_in_turn:
+            due = self.sizes.num_in_sight + PAGE + self.patience
+            if last < num and age >= due and is_in_turn:
                 sketch.order(rows, page, self._apart(rows, first, last + 1))
 
     def _apart(self, rows: slice, first: int, last: int) -> Tensor:
@@ -260,7 +274,7 @@ class Memory:
             (queries.float(), *self.entries, *of_sketch, *of_ages, added),
             self.sizes.num_in_sight,
             min(max(FEWEST_BLOCKS, self.num_slots // BLOCK // 4), MOST_BLOCKS),
-            max(NUM_ESTIMATED, 16 * num),
+            max(min(max(NUM_ESTIMATED, self.num_slots // 32), 2 * NUM_ESTIMATED), 16 * num),
             num_scored,
             self.places.num_compared,
             num,

@@ -351,6 +351,9 @@ def clocked(
     return clock() - start
 
 
+FILLED_AT_ONCE = 2**15
+
+
 def _fill(cache: StreamingCache, rng: torch.Generator) -> None:
     """Fill the memories of a cache with random entries, as if their tokens had been fed after the
     others. A step then takes as long as with real entries. This is for measuring time, and needs a
@@ -368,11 +371,12 @@ def _fill(cache: StreamingCache, rng: torch.Generator) -> None:
     if first.device == HOST:
         what = f"the entries of a memory of {cache.sizes.memory} tokens"
         check_room(first.nbytes // first.num_slots * num * len(memories), what)
-    shape = (*one.shape[:2], num, one.shape[3])
     for memory in memories:
         device = memory.device
         if rng.device != device:
             rng = torch.Generator(device).manual_seed(rng.initial_seed())
-        new = (torch.randn(shape, generator=rng, device=device).to(one) for _ in range(2))
-        memory.write(cache.seen, KV(*new))
+        for start in range(0, num, FILLED_AT_ONCE):
+            shape = (*one.shape[:2], min(FILLED_AT_ONCE, num - start), one.shape[3])
+            new = (torch.randn(shape, generator=rng, device=device).to(one) for _ in range(2))
+            memory.write([n + start for n in cache.seen], KV(*new))
     cache._hold([n + num for n in cache.seen])  # with the window as it is
