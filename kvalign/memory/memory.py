@@ -113,7 +113,9 @@ class Memory:
         self._put(seen, new, [n + new.keys.shape[2] for n in seen])
 
     def restore(self, stored: KV, base: Tensor, seen: list[int]) -> None:
-        """Have these entries in the first slots, and this base, after so many tokens of a row."""
+        """Have these stored entries [B, H, T, width of the form] in the first slots, and a base
+        [B, H, 1, D], after so many tokens of each row.
+        """
         self.base = base
         self._put([self.sizes.num_sinks] * len(seen), stored, seen)
 
@@ -123,8 +125,9 @@ class Memory:
         for rows, start in self._rows_of(seen):
             self._write_rows(rows, start, new.rows(rows))
         self.seen = seen_after
-        for rows, num in self._rows_of(seen_after) if self.sketch is not None else ():
-            self._order(self.sketch, rows, num - self.sizes.num_sinks)
+        if self.sketch is not None:
+            for rows, num in self._rows_of(seen_after):
+                self._order(self.sketch, rows, num - self.sizes.num_sinks)
 
     def _rows_of(self, seen: Sequence[int]) -> list[tuple[slice, int]]:
         """Rows with the tokens of each; all together, if these are alike."""
