@@ -8,7 +8,7 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
@@ -187,18 +187,18 @@ def draw(
             y_values = [v for line in all_lines for v in (*line.y, *(line.high or ()))]
             _round_ticks(all_axes[0].yaxis, y_values)
         all_axes[0].set_ylabel(y)
-        legends = itertools.chain(*(axes.get_legend_handles_labels()[0] for axes in all_axes))
-        handles = {str(handle.get_label()): handle for handle in legends}
-        columns = _columns(handles, figure.get_figwidth())
-        layout: dict[str, Any] = dict(loc="outside lower center", ncols=columns)
-        figure.legend(handles.values(), handles.keys(), fontsize=8, frameon=False, **layout)
+        _legend_below(figure, all_axes)
     return figure
 
 
-def _columns(labels: Collection[str], width: float) -> int:
-    """Columns of a legend that fit below a figure of so many inches."""
-    longest = max(map(len, labels), default=0) + 6  # with its line
-    return max(1, min(3, int(16 * width / longest)))
+def _legend_below(figure: Figure, all_axes: Iterable[Axes]) -> None:
+    """One legend of all axes, in as many columns as fit."""
+    legends = itertools.chain(*(axes.get_legend_handles_labels()[0] for axes in all_axes))
+    handles = {str(handle.get_label()): handle for handle in legends}
+    longest = max(map(len, handles), default=0) + 6  # with its line
+    num_columns = max(1, min(3, int(16 * figure.get_figwidth() / longest)))
+    layout: dict[str, Any] = dict(loc="outside lower center", ncols=num_columns)
+    figure.legend(handles.values(), handles.keys(), fontsize=8, frameon=False, **layout)
 
 
 FAR_ABOVE = 1.12  # times the lowest perplexity: what is higher stands at the upper edge
@@ -250,11 +250,7 @@ def draw_frontier(panels: dict[str, list[Row]], size: tuple[float, float] | None
             axes.grid(alpha=0.25)
         for axes in all_axes[::across]:
             axes.set_ylabel("perplexity (lower is better)")
-        legends = itertools.chain(*(axes.get_legend_handles_labels()[0] for axes in all_axes))
-        handles = {str(handle.get_label()): handle for handle in legends}
-        columns = _columns(handles, size[0])
-        layout: dict[str, Any] = dict(loc="outside lower center", ncols=columns)
-        figure.legend(handles.values(), handles.keys(), fontsize=8, frameon=False, **layout)
+        _legend_below(figure, all_axes)
     return figure
 
 

@@ -172,9 +172,9 @@ def _rows(wanted: Selection, folder: Path) -> Iterator[tuple[Row, Document]]:
 
 
 def rows_of(document: Document) -> list[Row]:
-    """The rows of a document's tables, or the trials of a sweep."""
+    """The rows of a document's tables, a sweep's trials, or one row of what else was prepared."""
     if "rows" not in document:
-        return document["result"]["trials"]
+        return document["result"].get("trials", [{}])
     is_evaluation = document.get("kind", "").startswith("eval ")
     return _evaluation_of(document).rows(document) if is_evaluation else document["rows"]
 
