@@ -473,7 +473,7 @@ struct Search {
       for (const int32_t j : best_of(k, slots, num_compared, [](int64_t slot) { return slot; }))
         found.push_back({of_slots[j], slots[j], age(slots[j])});
       const auto is_before = [](const Candidate& one, const Candidate& other) { return one.slot < other.slot; };
-      if (!blocks.empty()) std::sort(found.begin(), found.end(), is_before);
+      if (num_pages) std::sort(found.begin(), found.end(), is_before);
       const auto is_newer = [&](const Candidate& one) { return one.slot <= last; };  // than those beyond it
       std::rotate(found.begin(), std::find_if_not(found.begin(), found.end(), is_newer), found.end());
       // 3. Of those, the best that no newer one says again.
