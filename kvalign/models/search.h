@@ -359,6 +359,110 @@ struct Search {
     std::fill(out.begin() + num, out.end(), -INFINITY);
   }
 
+  // The entries of a row and head, as a token meets them.
+  template <int VECTORS>
+  struct View {
+    const Search& of;
+    int64_t row, head, last, after, farthest;  // slot of the newest, tokens after it, age of the oldest that is lost
+    Entries<VECTORS, INT4> fine;
+    const uint8_t *blocks, *scales;
+
+    View(const Search& of, int64_t head, int64_t t) : of(of), row(head / of.num_heads), head(head) {
+      const int64_t of_row = of.rows_are_alike ? 0 : row, of_token = of_row * of.num_tokens + t;
+      last = of.newest[of_row] % of.num_slots, after = of.since[of_token], farthest = of.oldest[of_token];
+      fine = Entries<VECTORS, INT4>{of.fine_keys}.from(head * of.num_slots);
+      blocks = of.sketch + head * of.num_slots * 4 * VECTORS, scales = of.scales + head * of.num_slots * 2;
+    }
+
+    int64_t age(int64_t slot) const { return (slot > last ? last + of.num_slots - slot : last - slot) + after; }
+    bool is_lost(int64_t age) const { return age > of.near && age <= farthest; }
+    float worth_of(int64_t age) const { return of.worths[of.num_ages - 1 - age]; }
+    int64_t slot_of(int64_t entry) const { return entry - entry % PAGE + fine.slot(entry); }
+    bool is_in_order(int64_t page) const { return page < of.num_pages && of.is_ordered[row * of.num_pages + page]; }
+
+    bool is_whole(int64_t page) const {  // in order and lost, all of it
+      if (!is_in_order(page)) return false;
+      const int64_t first = age(page * PAGE), newest = age((page + 1) * PAGE - 1);
+      return first - newest == PAGE - 1 && first <= farthest && newest > of.near;
+    }
+
+    Floats worth_of_page(int64_t page) const { return floats(worth_of(age(page * PAGE) - PAGE / 2)); }  // its middle's
+  };
+
+  // The blocks, of the pages in order, whose mean promises most.
+  template <int VECTORS>
+  void find_blocks(const std::vector<Asked<VECTORS>>& all, const View<VECTORS>& view, Best& best, std::vector<int32_t>& blocks) const {
+    std::vector<int64_t> whole;
+    for (int64_t page = 0; page < num_pages; page++)
+      if (view.is_whole(page)) whole.push_back(page);
+    const bool are_few = (int64_t)whole.size() * PAGE <= num_blocks * BLOCK;
+    best.begin(num_blocks, num_blocks / 8);
+    for (const int64_t page : whole) {
+      const int64_t first = (view.head * num_pages + page) * (PAGE / BLOCK);
+      const Floats worth = view.worth_of_page(page);
+      for (int64_t j = 0; j < PAGE / BLOCK; j += 16) {
+        const int64_t at = first + j;
+        Floats found = worth;
+        if (!are_few) found = found + estimate<VECTORS>(all, means + at * 4 * VECTORS, mean_scales + at * 2, spreads + at * 2);
+        best.see(found, page * (PAGE / BLOCK) + j);
+      }
+    }
+    blocks = best.all();
+  }
+
+  // What the entries of these blocks may count by 2 bits.
+  template <int VECTORS>
+  void see_blocks(const std::vector<Asked<VECTORS>>& all, const View<VECTORS>& view, const std::vector<int32_t>& blocks, Best& best) const {
+    constexpr int64_t BYTES = 64 * VECTORS;
+    for (size_t j = 0; j < blocks.size(); j++) {
+      if (j + 8 < blocks.size()) {
+        for (int64_t line = 0; line < BYTES; line += 64) __builtin_prefetch(view.blocks + blocks[j + 8] * BYTES + line);
+        __builtin_prefetch(view.scales + blocks[j + 8] * 2 * BLOCK);
+      }
+      const int64_t block = blocks[j];
+      const Floats found = estimate<VECTORS>(all, view.blocks + block * BYTES, view.scales + block * 2 * BLOCK);
+      best.see(found + view.worth_of_page(block * BLOCK / PAGE), block * BLOCK);
+    }
+  }
+
+  // The same of the lost entries of other pages, in blocks of 16.
+  template <int VECTORS>
+  void see_others(const std::vector<Asked<VECTORS>>& all, const View<VECTORS>& view, Best& best) const {
+    const auto see = [&](int64_t entry, const float* add, int64_t num) {
+      const uint8_t *block = view.blocks + entry * 4 * VECTORS, *scale = view.scales + entry * 2;
+      Floats least = floats(best.least);
+      for (int64_t end = entry + 16 * num; entry < end; entry += 16, block += 64 * VECTORS, scale += 32, add += 16) {
+        const Floats worth = estimate<VECTORS>(all, block, scale) + load(add);
+        if (!num_at_least(worth, least)) continue;
+        best.see(worth, entry);
+        least = floats(best.least);
+      }
+    };
+    for (int64_t entry = 0; entry < num_slots;) {
+      const int64_t page = entry / PAGE, of_page = page < num_pages ? (page + 1) * PAGE : num_slots;
+      if (view.is_whole(page)) {
+        entry = of_page;
+        continue;
+      }
+      float by_age[16];
+      const int64_t first = view.age(entry), newest = view.age(entry + 15);
+      const int64_t end = entry <= view.last ? std::min(view.last + 1, of_page) : of_page;
+      const bool in_turn = first - newest == 15 && !view.is_in_order(page);  // but where the ring ends
+      int64_t num = 1;
+      if (in_turn && first <= view.farthest && newest > near) {  // all are lost, and of some blocks more
+        num = std::min((end - entry) / 16, (newest - near + 15) / 16);
+        see(entry, worths + num_ages - 1 - first, num);
+      } else if (!in_turn || (first > near && newest <= view.farthest)) {
+        for (int64_t j = 0; j < 16; j++) {
+          const int64_t age = view.age(view.is_in_order(page) ? view.slot_of(entry + j) : entry + j);
+          by_age[j] = view.is_lost(age) ? view.worth_of(age) : -INFINITY;
+        }
+        see(entry, by_age, 1);
+      }
+      entry += 16 * num;
+    }
+  }
+
   template <int VECTORS, Kind KIND>
   void tokens(int64_t begin, int64_t end) const {  // of all rows and heads
     using Stored = Entries<VECTORS, KIND>;
@@ -371,110 +475,42 @@ struct Search {
     std::vector<Asked<VECTORS>> all;
     std::vector<Candidate> found;
     std::vector<int32_t> blocks, entries, slots;
-    std::vector<int64_t> whole;
     Best best;
     for (int64_t i = begin; i < end; i++) {
-      const int64_t head = i / num_tokens, t = i % num_tokens, row = head / num_heads;
-      const int64_t of_row = rows_are_alike ? 0 : row, of_token = of_row * num_tokens + t;
+      const int64_t head = i / num_tokens, t = i % num_tokens;
+      const View<VECTORS> view(*this, head, t);
       const float* add_to = added + head * num_queries * num_tokens + t;
       const float* query = queries + (head * num_queries * num_tokens + t) * dim;
       const Stored k = Stored{keys}.from(head * num_slots), v = Stored{values}.from(head * num_slots);
-      const int64_t last = newest[of_row] % num_slots, after = since[of_token], farthest = oldest[of_token];
-      auto age = [&](int64_t slot) { return (slot > last ? last + num_slots - slot : last - slot) + after; };
-      auto is_lost = [&](int64_t age) { return age > near && age <= farthest; };
-      auto worth_of = [&](int64_t age) { return worths[num_ages - 1 - age]; };
-      const auto first_age = [&](int64_t p) { return age(p * PAGE); };
-      const auto is_in_turn = [&](int64_t p) { return age(p * PAGE) - age((p + 1) * PAGE - 1) == PAGE - 1; };
-      const auto is_in_order = [&](int64_t p) { return p < num_pages && is_ordered[row * num_pages + p]; };
-      const auto is_whole = [&](int64_t p) {  // in order and lost, all of it
-        return is_in_order(p) && is_in_turn(p) && first_age(p) <= farthest && age((p + 1) * PAGE - 1) > near;
-      };
-      const Entries<VECTORS, INT4> fine = Entries<VECTORS, INT4>{fine_keys}.from(head * num_slots);
-      const auto slot_of_entry = [&](int64_t entry) { return entry - entry % PAGE + fine.slot(entry); };
-      // 1. What the lost entries may count by 2 bits, in blocks of 16.
+      // 1. What lost entries may count by 2 bits.
       all.clear();
       for (int64_t r = 0; r < num_queries; r++)
         all.emplace_back(query + r * num_tokens * dim, add_to[r * num_tokens], bases + head * dim, turn);
-      const uint8_t *blocks_of = sketch + head * num_slots * (dim / 4), *scales_of = scales + head * num_slots * 2;
-      // Of the pages in order those whose mean promises most; a page counts by its middle's age.
-      whole.clear();
-      for (int64_t p = 0; p < num_pages; p++)
-        if (is_whole(p)) whole.push_back(p);
-      best.begin(num_blocks, num_blocks / 8);
-      const bool are_few = (int64_t)whole.size() * PAGE <= num_blocks * 16;
-      for (const int64_t p : whole) {
-        const int64_t first = (head * num_pages + p) * (PAGE / 16);
-        const Floats worth = floats(worth_of(first_age(p) - PAGE / 2));
-        for (int64_t j = 0; j < PAGE / 16; j += 16) {
-          const int64_t at = first + j;
-          const Floats found = are_few ? worth : estimate<VECTORS>(all, means + at * (dim / 4), mean_scales + at * 2, spreads + at * 2) + worth;
-          best.see(found, p * (PAGE / 16) + j);
-        }
-      }
-      blocks = best.all();
-      const int64_t most = std::max(num_scored, std::min(num_estimated, (farthest - near) / 4));
+      find_blocks(all, view, best, blocks);
+      const int64_t most = std::max(num_scored, std::min(num_estimated, (view.farthest - near) / 4));
       best.begin(most, most > num_scored ? most / 8 : 0);
-      for (size_t j = 0; j < blocks.size(); j++) {
-        const auto fetch = [&](int64_t block) {
-          for (int64_t line = 0; line < 4 * dim; line += 64) __builtin_prefetch(blocks_of + block * 4 * dim + line);
-          __builtin_prefetch(scales_of + block * 32);
-        };
-        if (j + 8 < blocks.size()) fetch(blocks[j + 8]);
-        const int64_t block = blocks[j];
-        const Floats worth = floats(worth_of(first_age(block * 16 / PAGE) - PAGE / 2));
-        best.see(estimate<VECTORS>(all, blocks_of + block * 4 * dim, scales_of + block * 32) + worth, block * 16);
-      }
-      const auto see = [&](int64_t entry, const float* add, int64_t num) {
-        const uint8_t *block = blocks_of + entry * (dim / 4), *scale = scales_of + entry * 2;
-        Floats least = floats(best.least);
-        for (int64_t end = entry + 16 * num; entry < end; entry += 16, block += 4 * dim, scale += 32, add += 16) {
-          const Floats worth = estimate<VECTORS>(all, block, scale) + load(add);
-          if (!num_at_least(worth, least)) continue;
-          best.see(worth, entry);
-          least = floats(best.least);
-        }
-      };
-      for (int64_t entry = 0; entry < num_slots;) {
-        const int64_t page = entry / PAGE, of_page = page < num_pages ? (page + 1) * PAGE : num_slots;
-        if (page < num_pages && is_whole(page)) {
-          entry = of_page;
-          continue;
-        }
-        float by_age[16];
-        const int64_t first = age(entry), newest = age(entry + 15), end = entry <= last ? std::min(last + 1, of_page) : of_page;
-        const bool in_turn = first - newest == 15 && !is_in_order(page);  // but where the ring ends
-        int64_t num = 1;
-        if (in_turn && first <= farthest && newest > near) {  // all are lost, and of some blocks more
-          num = std::min((end - entry) / 16, (newest - near + 15) / 16);
-          see(entry, worths + num_ages - 1 - first, num);
-        } else if (!in_turn || (first > near && newest <= farthest)) {
-          for (int64_t j = 0; j < 16; j++) {
-            const int64_t old = age(is_in_order(page) ? slot_of_entry(entry + j) : entry + j);
-            by_age[j] = is_lost(old) ? worth_of(old) : -INFINITY;
-          }
-          see(entry, by_age, 1);
-        }
-        entry += 16 * num;
-      }
+      see_blocks(all, view, blocks, best);
+      see_others(all, view, best);
       // 2. The best of them by 4 bits, if they are more than a few, and of those by their worth, in the order of time.
       entries = best.all();
       const auto best_of = [&](auto stored, const std::vector<int32_t>& places, int64_t num, auto slot) -> std::vector<int32_t>& {
         scores(all, stored, places, of_slots);
-        for (size_t j = 0; j < places.size(); j++) of_slots[j] += worth_of(age(slot(places[j])));
+        for (size_t j = 0; j < places.size(); j++) of_slots[j] += view.worth_of(view.age(slot(places[j])));
         return best.of(of_slots, num);
       };
+      const auto slot_of = [&](int64_t entry) { return view.slot_of(entry); };
       if (most > num_scored) {
-        for (int32_t& j : best_of(fine, entries, num_scored, slot_of_entry)) j = entries[j];
+        for (int32_t& j : best_of(view.fine, entries, num_scored, slot_of)) j = entries[j];
         std::swap(entries, best.found);
       }
       slots.clear();
-      for (const int32_t j : entries) slots.push_back(slot_of_entry(j));
+      for (const int32_t j : entries) slots.push_back(slot_of(j));
       found.clear();
       for (const int32_t j : best_of(k, slots, num_compared, [](int64_t slot) { return slot; }))
-        found.push_back({of_slots[j], slots[j], age(slots[j])});
+        found.push_back({of_slots[j], slots[j], view.age(slots[j])});
       const auto is_before = [](const Candidate& one, const Candidate& other) { return one.slot < other.slot; };
       if (num_pages) std::sort(found.begin(), found.end(), is_before);
-      const auto is_newer = [&](const Candidate& one) { return one.slot <= last; };  // than those beyond it
+      const auto is_newer = [&](const Candidate& one) { return one.slot <= view.last; };  // than those beyond it
       std::rotate(found.begin(), std::find_if_not(found.begin(), found.end(), is_newer), found.end());
       // 3. Of those, the best that no newer one says again.
       apart.of(k, found);
@@ -499,7 +535,7 @@ struct Search {
         v.copy(one.slot, &taken[1][j * dim]);
       }
       if (out) {
-        attend<VECTORS>(all, i, now ? now[of_token] : 0, taken, old);
+        attend<VECTORS>(all, i, now ? now[(rows_are_alike ? 0 : view.row) * num_tokens + t] : 0, taken, old);
         continue;
       }
       const int64_t to = i * num_recalled;
