@@ -380,10 +380,16 @@ struct Search {
     int64_t slot_of(int64_t entry) const { return entry - entry % PAGE + fine.slot(entry); }
     bool is_in_order(int64_t page) const { return page < of.num_pages && of.is_ordered[row * of.num_pages + page]; }
 
-    bool is_whole(int64_t page) const {  // in order and lost, all of it
-      if (!is_in_order(page)) return false;
-      const int64_t first = age(page * PAGE), newest = age((page + 1) * PAGE - 1);
-      return first - newest == PAGE - 1 && first <= farthest && newest > of.near;
+    // Whether it is in order and behind the window; what is forgotten of it is left out when ages are asked for.
+    bool is_behind(int64_t page) const {
+      const int64_t newest = age((page + 1) * PAGE - 1);
+      return is_in_order(page) && age(page * PAGE) - newest == PAGE - 1 && newest > of.near;
+    }
+    bool is_lost_page(int64_t page) const { return is_behind(page) && age((page + 1) * PAGE - 1) <= farthest; }
+
+    float worth_in(int64_t slot) const {
+      const int64_t old = age(slot);
+      return is_lost(old) ? worth_of(old) : -INFINITY;
     }
 
     Floats worth_of_page(int64_t page) const { return floats(worth_of(age(page * PAGE) - PAGE / 2)); }  // its middle's
@@ -392,12 +398,12 @@ struct Search {
   // The blocks, of the pages in order, whose mean promises most.
   template <int VECTORS>
   void find_blocks(const std::vector<Asked<VECTORS>>& all, const View<VECTORS>& view, Best& best, std::vector<int32_t>& blocks) const {
-    std::vector<int64_t> whole;
+    std::vector<int64_t> lost;
     for (int64_t page = 0; page < num_pages; page++)
-      if (view.is_whole(page)) whole.push_back(page);
-    const bool are_few = (int64_t)whole.size() * PAGE <= num_blocks * BLOCK;
+      if (view.is_lost_page(page)) lost.push_back(page);
+    const bool are_few = (int64_t)lost.size() * PAGE <= num_blocks * BLOCK;
     best.begin(num_blocks, num_blocks / 8);
-    for (const int64_t page : whole) {
+    for (const int64_t page : lost) {
       const int64_t first = (view.head * num_pages + page) * (PAGE / BLOCK);
       const Floats worth = view.worth_of_page(page);
       for (int64_t j = 0; j < PAGE / BLOCK; j += 16) {
@@ -440,7 +446,7 @@ struct Search {
     };
     for (int64_t entry = 0; entry < num_slots;) {
       const int64_t page = entry / PAGE, of_page = page < num_pages ? (page + 1) * PAGE : num_slots;
-      if (view.is_whole(page)) {
+      if (view.is_behind(page)) {
         entry = of_page;
         continue;
       }
@@ -453,10 +459,8 @@ struct Search {
         num = std::min((end - entry) / 16, (newest - near + 15) / 16);
         see(entry, worths + num_ages - 1 - first, num);
       } else if (!in_turn || (first > near && newest <= view.farthest)) {
-        for (int64_t j = 0; j < 16; j++) {
-          const int64_t age = view.age(view.is_in_order(page) ? view.slot_of(entry + j) : entry + j);
-          by_age[j] = view.is_lost(age) ? view.worth_of(age) : -INFINITY;
-        }
+        for (int64_t j = 0; j < 16; j++)
+          by_age[j] = view.worth_in(view.is_in_order(page) ? view.slot_of(entry + j) : entry + j);
         see(entry, by_age, 1);
       }
       entry += 16 * num;
@@ -495,7 +499,7 @@ struct Search {
       entries = best.all();
       const auto best_of = [&](auto stored, const std::vector<int32_t>& places, int64_t num, auto slot) -> std::vector<int32_t>& {
         scores(all, stored, places, of_slots);
-        for (size_t j = 0; j < places.size(); j++) of_slots[j] += view.worth_of(view.age(slot(places[j])));
+        for (size_t j = 0; j < places.size(); j++) of_slots[j] += view.worth_in(slot(places[j]));
         return best.of(of_slots, num);
       };
       const auto slot_of = [&](int64_t entry) { return view.slot_of(entry); };
