@@ -243,7 +243,7 @@ class Memory:
         """The queries here, what is added to the scores of each, and where they look."""
         own_queries = queries.detach().to(self.device)  # which entries are found has no slope
         if (base := self.form.base) is None:
-            added = torch.zeros(queries.shape[:4], device=self.device)
+            added = torch.zeros(queries.shape[:4], dtype=torch.float32, device=self.device)
         else:  # of queries that share a head of keys each has its own product
             added = (own_queries.float() @ base.to(self.device)[:, None].mT)[..., 0]
         return own_queries, added, self.prepare(batch)

@@ -119,7 +119,7 @@ def memory_on_card(monkeypatch):
     """A memory of the CPU is taken for one of a card, which PyTorch searches."""
     monkeypatch.setattr(Memories, "is_on_card", True)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # a CPU else reads `visible`
-    monkeypatch.setattr(Memory, "_has_kernel", lambda self: False)
+    monkeypatch.setattr(Memory, "_new_sketch", lambda self: None)
 
 
 @pytest.mark.parametrize(
