@@ -148,10 +148,10 @@ class Memory:
             mean = keys.mean(2, keepdim=True).nan_to_num(0, 0, 0)
             self.base[rows] = torch.where(self.base[rows].any(), self.base[rows], mean)
             if self.sketch is not None:
-                self._sketch(self.sketch, rows, slot, keys - self.base[rows])
+                self._write_sketch(self.sketch, rows, slot, keys - self.base[rows])
             first += num
 
-    def _sketch(self, sketch: Sketch, rows: slice, slot: int, apart: Tensor) -> None:
+    def _write_sketch(self, sketch: Sketch, rows: slice, slot: int, apart: Tensor) -> None:
         """Write keys less their base into a sketch, of the slots from this one on."""
         last = slot + apart.shape[2]
         if slot % PAGE and sketch.is_in_order(rows, slot // PAGE):

@@ -214,7 +214,7 @@ class Cached(Method):
             read, cache, model = segments.feed, self.cache, self.model
             logits = [read(cache, model, part, logits_to_keep) for part in firsts]
             logits.append(read(cache, model, last, logits_to_keep, num_ahead))
-        return torch.cat(logits, 1)[:, -logits_to_keep:]
+        return torch.cat(logits, 1)[:, -logits_to_keep:] if firsts else logits[0]
 
     def _fits_at_once(self, num_tokens: int) -> bool:
         """Return whether one pass of the model's own attention is enough: nothing is evicted

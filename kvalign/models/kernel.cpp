@@ -370,7 +370,7 @@ void find(StableIValue* stack, uint64_t, uint64_t) {
   if (!is_none(key_means))
     search.tables = {data_of(key_means), data_of(value_means), data_of(key_scales), data_of(value_scales), size_of(key_means, 1), 0};
   const int64_t most = *std::max_element(search.oldest, search.oldest + size_of(oldest, 0) * tokens), behind = search.near + 1;
-  bool is_fit = most < search.num_ages && (!search.far || most < size_of(far, 0)) && (!search.age_bias || most < size_of(age_bias, 0));
+  bool is_fit = size_of(spreads, 3) == PAGE / BLOCK && most < search.num_ages && (!search.far || most < size_of(far, 0)) && (!search.age_bias || most < size_of(age_bias, 0));
   if (search.tables.key_means) {
     const int64_t* last = search.now ? std::max_element(search.now, search.now + size_of(now, 0) * tokens) : nullptr;
     is_fit = is_fit && (last ? *last - behind : search.first_place + num - 1) < search.tables.num_places;

@@ -225,7 +225,7 @@ struct Halving {
   }
 };
 
-constexpr int64_t PAGE = 2048;  // entries that are put in order together
+constexpr int64_t PAGE = 2048;  // entries that are put in order together, as `kvalign/memory/sketch.py` says
 
 struct Search {
   const float *queries, *bases, *worths, *turn;  // `turn`: [D, D], of queries that meet the sketch
@@ -382,8 +382,9 @@ struct Search {
 
     // Whether it is in order and behind the window; what is forgotten of it is left out when ages are asked for.
     bool is_behind(int64_t page) const {
+      if (!is_in_order(page)) return false;
       const int64_t newest = age((page + 1) * PAGE - 1);
-      return is_in_order(page) && age(page * PAGE) - newest == PAGE - 1 && newest > of.near;
+      return age(page * PAGE) - newest == PAGE - 1 && newest > of.near;
     }
     bool is_lost_page(int64_t page) const { return is_behind(page) && age((page + 1) * PAGE - 1) <= farthest; }
 

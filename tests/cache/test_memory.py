@@ -13,7 +13,7 @@ from kvalign.cache.layer import Form
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.memory import memory as memory_module
-from kvalign.memory import recall_places
+from kvalign.memory import recall_places, sketch
 from kvalign.memory.memory import Memory
 from kvalign.memory.recall import QueryBatch
 from kvalign.memory.recall_places import RecallPlaces
@@ -155,6 +155,17 @@ def test_our_kernel_reads_few_blocks_of_a_memory_in_order(parts, by_age):
         for asking, least in ((slice(20), 0.97 if by_age else 0.85), (slice(20, 40), 0.99)):
             visible = expected.visible[:, :, asking]
             assert is_found.any(-1)[:, :, asking][visible].float().mean() > least
+
+
+@pytest.mark.skipif(not kernel.is_here(), reason="no AVX2, or no compiler")
+def test_our_kernel_refuses_pages_of_another_length(monkeypatch):
+    monkeypatch.setattr(sketch, "PAGE", 1024)
+    places = RecallPlaces(CacheSizes(**SIZES), 800, by_age=True, is_free=True)
+    held, seen = KV(torch.ones(1, 2, 99, 16), torch.ones(1, 2, 99, 16)), torch.tensor([[101]])
+    memory = Memory(held, FLOATS, places)
+    memory.write([2], held)
+    with pytest.raises(RuntimeError, match="not as it takes them"):
+        memory.find(torch.ones(1, 2, 1, 1, 16), QueryBatch(places, seen, seen[0], 101))
 
 
 @pytest.mark.skipif(not kernel.is_here(), reason="no AVX2, or no compiler")
