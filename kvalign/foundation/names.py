@@ -47,8 +47,9 @@ _ALIASES = {
 
 
 REMOVED = {
-    "demo-ui": "kvalign serve answers any client of OpenAI's API, kvalign lanes shows the cache "
-    "step by step, and kvalign eval readability has methods write side by side",
+    "demo-ui": "kvalign serve answers any client of OpenAI's API, and kvalign eval readability has "
+    "methods write side by side",
+    "lanes": "the page of kvalign serve shows the cache of a conversation as it changes",
     "completion": 'eval "$(register-python-argcomplete kvalign)" completes in bash and zsh',
     "eval chat": "kvalign eval told asks for what a conversation told, and kvalign eval "
     "readability judges what is written",

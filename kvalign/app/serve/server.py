@@ -1,8 +1,10 @@
 """Routes, as an ASGI application, what is checked before them, and the server that listens."""
 
 import asyncio
+import base64
 import contextlib
 import gc
+import hashlib
 import hmac
 import ipaddress
 import socket
@@ -10,19 +12,21 @@ import sys
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvalign.app.pages import rendered
 from kvalign.app.serve import cache_view
 from kvalign.app.serve.engine import Engine, Metrics
 from kvalign.app.serve.errors import RequestError
@@ -138,11 +142,7 @@ def build(settings: ServeSettings, loaded: LoadedModel, engine: Engine | None = 
         check_model(model_id)
         return JSONResponse(model)
 
-    page = (
-        None
-        if settings.no_page or engine
-        else rendered("serve", ["serve.js"], fields=FIELDS, kinds=KINDS)
-    )
+    page = None if settings.no_page or engine else _page()
 
     @app.api_route("/", methods=_READ)
     @app.api_route("/v1", methods=_READ)
@@ -294,6 +294,20 @@ KINDS = (
     ("new", "the last token, which is fed next"),
 )
 """Kinds of cells of the page's strip, with what they mean."""
+
+
+def _page() -> str:
+    """Source of the page, which loads nothing and runs only its own script."""
+    folder = resources.files("kvalign.app").joinpath("templates")
+    read = (folder.joinpath(f"serve.{end}").read_text("utf-8") for end in ("html", "css", "js"))
+    source, style, script = map(Markup, read)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    how = dict(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page = Environment(**how).from_string(source)  # type: ignore[arg-type]
+    own = dict(style=style, script=script, script_hash=f"sha256-{digest}")
+    return page.render(**own, fields=FIELDS, kinds=KINDS)
+
+
 OF_PAGE = {"X-Frame-Options": "DENY", "X-Content-Type-Options": "nosniff"}
 
 
