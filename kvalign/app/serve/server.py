@@ -28,7 +28,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvalign.app.serve import cache_view
-from kvalign.app.serve.engine import Engine, Metrics
+from kvalign.app.serve.engine import Metrics
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.replies import HEADERS, ChatForm, Events, EventStream, TextForm, whole
 from kvalign.app.serve.responses import ResponseForm, ResponseRequest
@@ -39,18 +39,14 @@ from kvalign.app.serve.wire import ChatRequest, Completion, parsed
 from kvalign.app.sessions.conversation import of_template
 from kvalign.foundation.errors import UserError
 from kvalign.models.loading import LoadedModel
-from kvalign.streaming.calls import read_json
 
 _READ = ["GET", "HEAD"]
 _CLIENT_LEFT = 499  # what nginx calls a client that has left; nobody reads it
 
 
-def build(settings: ServeSettings, loaded: LoadedModel, engine: Engine | None = None) -> FastAPI:
-    """The application; its engine runs as long as it does. With the engine of another one it is a
-    part of that: it checks no requests, and has no page.
-    """
-    service, name = Service(settings, loaded, engine), loaded.spec.name
-    beside = build(settings.of_beside(), loaded, service.engine) if settings.beside else None
+def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
+    """The application; its engine runs as long as it does."""
+    service, name = Service(settings, loaded), loaded.spec.name
     reader = ThreadPoolExecutor(1, "kvalign-bodies")  # one at a time, beside the event loop
 
     @contextlib.asynccontextmanager
@@ -59,8 +55,6 @@ def build(settings: ServeSettings, loaded: LoadedModel, engine: Engine | None = 
         yield
         reader.shutdown(wait=False)
         await run_in_threadpool(service.stop)
-        if beside is not None:
-            await run_in_threadpool(beside.state.service.stop)
 
     app = FastAPI(lifespan=running, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
@@ -122,16 +116,8 @@ def build(settings: ServeSettings, loaded: LoadedModel, engine: Engine | None = 
             )
         return JSONResponse(await run_in_threadpool(cache_view.view, service, session, int(since)))
 
-    @app.post("/v1/readability")
-    async def readability(request: Request) -> Response:
-        body = await _body_of(request, 1000 * settings.max_body_kb, settings.timeout)
-        return JSONResponse({"chunks": await run_in_threadpool(_judged, body)})
-
     model: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "kvalign"}
     model["kvalign"] = cache_view.about(service)
-    if beside is not None:
-        model["kvalign"]["beside"] = cache_view.about(beside.state.service)
-        app.mount("/beside", beside)
 
     @app.api_route("/v1/models", methods=_READ)
     async def models() -> Response:
@@ -142,7 +128,7 @@ def build(settings: ServeSettings, loaded: LoadedModel, engine: Engine | None = 
         check_model(model_id)
         return JSONResponse(model)
 
-    page = None if settings.no_page or engine else _page()
+    page = None if settings.no_page else _page()
 
     @app.api_route("/", methods=_READ)
     @app.api_route("/v1", methods=_READ)
@@ -164,8 +150,6 @@ def build(settings: ServeSettings, loaded: LoadedModel, engine: Engine | None = 
     paths = [getattr(route, "path", "") for route in app.routes]
     for kind in (RequestError, UserError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _answer_to)
-    if engine is not None:
-        return app
     origins = [name.lower() for name in settings.allowed_origins or ()]
     app.add_middleware(
         Guard,
@@ -219,21 +203,6 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await run_in_threadpool(self.service.stop)
         await super().shutdown(sockets)
-
-
-def _judged(body: bytes) -> list[list[int]]:
-    """Chunks of the `text` of a body, by the paper's rule: start, end, whether it is readable."""
-    try:
-        from kvalign.eval.judging import RULES, load_words
-        from kvalign.eval.judging.chunks import chunks
-    except ImportError:
-        raise RequestError("this needs the extra eval: pip install kvalign[eval]", 501) from None
-    try:
-        text = read_json(body.decode())["text"]
-        parts = chunks(text, load_words(), RULES["paper"])
-    except (ValueError, KeyError, TypeError):
-        raise RequestError('the body must be {"text": "..."}', param="text") from None
-    return [[part.start, part.end, int(part.is_readable)] for part in parts]
 
 
 async def _body_of(request: Request, most_bytes: int, timeout: float) -> bytes:

@@ -54,11 +54,9 @@ _MOST_BLANK = 8  # methods that are kept ready, one for each length of a system 
 
 
 class Service:
-    """One model, its sessions and its engine, or that of another service of the model; UserError if
-    settings or sessions do not fit.
-    """
+    """One model, its sessions and its engine; UserError if settings or sessions do not fit."""
 
-    def __init__(self, settings: ServeSettings, loaded: LoadedModel, engine: Engine | None = None):
+    def __init__(self, settings: ServeSettings, loaded: LoadedModel):
         settings, self.tokenizer = settings.as_kept(), loaded.tokenizer
         num_sinks = settings.sinks()
         self.defaults = {**talk_defaults(loaded.model), **settings.sampling()}
@@ -81,8 +79,8 @@ class Service:
         self.prompts = Prompts(self.tokenizer, self.method, settings, keeps_opening)
         self.spelled = lru_cache(2**16)(self._spelled)
         self._blank = lru_cache(_MOST_BLANK)(self._make_blank)
-        self.metrics = engine.metrics if engine else Metrics()
-        self.engine = engine or Engine(settings.max_streams, settings.max_queue, self.metrics)
+        self.metrics = Metrics()
+        self.engine = Engine(settings.max_streams, settings.max_queue, self.metrics)
         store = SessionStore()
         if settings.sessions is not None:
             of = Digests.of(self.method, self.tokenizer), self.sampling, settings.keep_unnamed
@@ -90,10 +88,9 @@ class Service:
         unnamed = store if settings.keep_unnamed else SessionStore()
         most = settings.max_sessions, settings.max_unnamed, SHARE * (free_bytes() or math.inf)
         self.sessions = Sessions(store, unnamed, *most)
-        if engine is None:
-            self.metrics.streams.set_function(lambda: self.engine.num_rows)
-            self.metrics.waiting.set_function(lambda: self.engine.num_waiting)
-            self.metrics.sessions.set_function(lambda: len(self.sessions))
+        self.metrics.streams.set_function(lambda: self.engine.num_rows)
+        self.metrics.waiting.set_function(lambda: self.engine.num_waiting)
+        self.metrics.sessions.set_function(lambda: len(self.sessions))
         self._answering = WeakValueDictionary[str, Turn]()
         self._writer = ThreadPoolExecutor(1, "kvalign-sessions")
 

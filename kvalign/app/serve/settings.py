@@ -1,9 +1,9 @@
 """Settings of `kvalign serve`."""
 
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from kvalign.app.sessions.conversation import TalkSettings
 from kvalign.foundation.errors import UserError
@@ -35,11 +35,6 @@ class ServeSettings(TalkSettings):
     )
     allowed_origins: tuple[str, ...] | None = option(
         None, help="origins of pages that may connect, besides its own: chrome-extension://ID"
-    )
-    beside: str | None = option(
-        None,
-        help="another METHOD, or METHOD:CACHE_SIZE, that streams beside this one: on the page, and "
-        "at /beside/v1; its sessions are in memory",
     )
     no_page: bool = option(False, help="no page at /, where a browser chats and sees the cache")
     sessions: Path | None = option(
@@ -90,24 +85,3 @@ class ServeSettings(TalkSettings):
                 kept = {name: saved.get(name, 0) for name, size in sizes.items() if size is None}
                 return replace(self, **kept)
         return self
-
-    def of_beside(self) -> Self:
-        """Settings of what streams beside, without those that its method does not take; UserError
-        for an unknown method or a wrong size.
-        """
-        from kvalign.methods.registry import AUTO, METHODS
-
-        assert self.beside is not None
-        method, _, size = self.beside.partition(":")
-        if size and not (size.isascii() and size.isdigit()):
-            raise UserError(f"--beside must be METHOD or METHOD:CACHE_SIZE, got {self.beside!r}")
-        other = dict[str, Any](method=method, beside=None, sessions=None, keep_unnamed=False)
-        if size:
-            other["cache_size"] = int(size)
-        if method != AUTO:
-            cls = METHODS.find(method)
-            ignored = (*cls.ignored_settings(), *(() if cls.takes_aligner else ("aligner",)))
-            defaults = {one.name: one.default for one in fields(self)}
-            other |= {name: defaults[name] for name in ignored if name in defaults}
-            other["edit"] = self.edit and cls.takes_policy
-        return replace(self, **other)
