@@ -31,7 +31,6 @@ from kvalign.app.serve import cache_view
 from kvalign.app.serve.engine import Metrics
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.replies import HEADERS, ChatForm, Events, EventStream, TextForm, whole
-from kvalign.app.serve.responses import ResponseForm, ResponseRequest
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.turn import Answers, Event
@@ -66,7 +65,7 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
 
     async def answer(
         request: Request,
-        kind: type[ChatRequest] | type[Completion] | type[ResponseRequest],
+        kind: type[ChatRequest] | type[Completion],
         form_of: Callable[..., TextForm],
         begin: Callable[..., Answers],
     ) -> Response:
@@ -92,10 +91,6 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await answer(request, Completion, TextForm, service.completion)
-
-    @app.post("/v1/responses")
-    async def responses(request: Request) -> Response:
-        return await answer(request, ResponseRequest, ResponseForm, service.chat)
 
     @app.delete("/v1/sessions/{session}")
     async def forget(session: str) -> Response:

@@ -19,10 +19,9 @@ from kvalign.app.serve.engine import Engine, Metrics
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.folder import InFolder
 from kvalign.app.serve.forms import Constraints, ToolSet
-from kvalign.app.serve.messages import Message, unsupported
+from kvalign.app.serve.messages import Message
 from kvalign.app.serve.prompts import RUN, Change, Edits, Prompts, new_messages, session_for
 from kvalign.app.serve.reading import Reading
-from kvalign.app.serve.responses import ResponseRequest
 from kvalign.app.serve.sessions import Session, Sessions, SessionStore, StateDict, digest
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.turn import (
@@ -124,21 +123,10 @@ class Service:
         self._writer.shutdown()
 
     def chat(self, request: ChatRequest, put: Put) -> Answers:
-        """Answer messages. Of messages that continue a session only the new ones are fed.
-
-        A response is in a session of its own or that of an earlier one. One that sends all messages
-        takes up the state of the session that had them, which stays.
-        """
+        """Answer messages. Of messages that continue a session only the new ones are fed."""
         prompts, tools = self.prompts, ToolSet.of(request, self.tokenizer)
         reading = prompts.reading(request, tools)
         request.messages = [reading.taken_apart(message) for message in request.messages]
-        previous, begun = None, None
-        if isinstance(request, ResponseRequest):
-            if reading.thoughts and request.num_top is not None:
-                raise unsupported("logprobs of a model that thinks", "top_logprobs")
-            previous = request.previous
-            if previous is None:
-                begun = self.sessions.begun(request.messages, request.opening)
         sampling, name = self._sampling(request), request.session
         if request.num_choices > 1:
             if name is not None:
@@ -151,19 +139,9 @@ class Service:
             if request.continue_final_message:
                 pair = _cut(former, request, reading), torch.empty(0, dtype=torch.int64)
                 return self._submit([pair], sampling, request, put, reading, None, [])
-            session: Session | None = former
-            if former.is_new or previous != len(former.ids) - former.num_new:
-                session = session_for(former, request)
-                if session is not None and previous is not None:
-                    what = "only the last response that a server keeps of a conversation goes on"
-                    code = "previous_response_not_found"
-                    raise RequestError(what, param="previous_response_id", code=code)
+            session = session_for(former, request)
             if session is None:
                 return self._again(former, put, reading)
-            start = None
-            if session.is_new and begun and (state := self._state(begun)) is not None:
-                session = replace(begun, id=session.id, state=None, checksum="", number=0)
-                start = state, Edits([], session.num_fed, session.num_fed)
             try:
                 messages = new_messages(session, request, self._last_calls(former, reading))
             except RequestError as error:
@@ -175,8 +153,8 @@ class Service:
             of_request = digest(session.tools, request.messages)[-1]
             session = replace(session, request=of_request, fields=request.fields)
             ids = prompts.of_messages(session, messages, request, tools)
-            if self.settings.edit and session.is_new:
-                start = self._edited(session, ids, former)
+            is_edit = self.settings.edit and session.is_new
+            start = self._edited(session, ids, former) if is_edit else None
             of = reading, tools, messages, start
             return self._submit([(session, ids)], sampling, request, put, *of)
 

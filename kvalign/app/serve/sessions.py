@@ -187,12 +187,6 @@ class Sessions:
             self._busy.add(name)
             return self._by_id.get(name, Session(name))
 
-    def begun(self, messages: Sequence[Message], tools: str = "") -> Session | None:
-        """The idle session of any name with the longest beginning of these messages; None: none."""
-        with self._lock:
-            there = [*self._idle(is_named=False), *self._idle(is_named=True)]
-        return _longest(there, messages, tools)
-
     def most_alike(self, ids: Tensor, num_sinks: int) -> Session | None:
         """The idle unnamed session with these sinks and most tokens [T] in common; None: none."""
         with self._lock:

@@ -13,7 +13,7 @@ from kvalign.streaming.sampling import Sampling
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings(TalkSettings):
-    """Serve a model behind the OpenAI API: chat, completions and responses.
+    """Serve a model behind the OpenAI API: chat and completions.
 
     Each stream has a cache of fixed size and no end. A request with a `session` (field, or header
     X-Session-Id) continues that session. If neither a request nor a flag sets sampling, the model's
