@@ -227,15 +227,6 @@ class TextStream(NotPickled):
             self.resume(before.ids, before.num_fed, before.num_new, before.answers)
             self.notes = before.notes
 
-    def encode_anew(self, ids: list[int]) -> None:
-        """Replace the method's entries by those of these tokens alone, at least one, encoded at the
-        next iteration. `ids`, the record of the text, stay.
-        """
-        with self._whole.change():
-            self.method.reset()
-            self.num_fed, self._before_edit = 0, None
-            self._tokens = self._new_tokens(ids)
-
     def __iter__(self) -> Iterator[str]:
         self._whole.check()
         if not self.ids:

@@ -24,7 +24,7 @@ _GROUPS = {
     "results": "out csv keep plot page open",
     "text": "max_new_tokens do_sample temperature top_k top_p min_p repetition_penalty "
     "repetition_window no_repeat_ngram_size stop_at_end stop_strings seed",
-    "cache": "cache_size cache_sizes num_sinks memory evict",
+    "cache": "cache_size cache_sizes num_sinks memory",
     "method": "method methods aligner policy reference",
     "expert": "num_evicted realign_every num_recent positions num_recalled recall_places "
     "recall_layers cache_dtype weights device compile lookup",

@@ -210,8 +210,8 @@ class Engine(threading.Thread):
                 seconds = self.metrics.first if is_first else self.metrics.between
                 seconds.observe(now - row.since_s)
                 row.since_s = now
-                if row.place is not None and (watch or is_first):
-                    row.tell_cache(row.place, watch.recalled(i, row.place) if watch else [])
+                if row.tells_cache and (watch or is_first):
+                    row.tell_cache(watch.recalled(i) if watch else [])
         whole = [i for i, row in enumerate(rows) if row.turn.update and row.is_whole]
         states = dict(zip(whole, states_of(method, whole), strict=True))
         for i, row in enumerate(rows):

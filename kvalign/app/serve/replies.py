@@ -179,7 +179,6 @@ def usage_of(answers: Answers, ends: Sequence[End]) -> dict[str, Any]:
         "kvalign": {
             "evicted_tokens": answers.num_evicted + sum(end.num_evicted for end in ends),
             "forgotten_prompt_tokens": answers.num_forgotten,
-            "reencoded_tokens": answers.num_reencoded,
             "edited_tokens": answers.num_edited,
         },
     }

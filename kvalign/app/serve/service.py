@@ -14,7 +14,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from kvalign.app.serve.cache_view import Place
 from kvalign.app.serve.engine import Engine, Metrics
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.folder import InFolder
@@ -35,7 +34,6 @@ from kvalign.app.serve.turn import (
     Turn,
 )
 from kvalign.app.serve.wire import OF_REQUESTS, ChatRequest, Completion, Request
-from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.machine import free_bytes
 from kvalign.methods import make_method
@@ -92,12 +90,6 @@ class Service:
         self.metrics.sessions.set_function(lambda: len(self.sessions))
         self._answering = WeakValueDictionary[str, Turn]()
         self._writer = ThreadPoolExecutor(1, "kvalign-sessions")
-
-    def place_of(self, session: Session, sizes: CacheSizes, num_tokens: int) -> Place:
-        """Place of a session's stream, of these sizes, in a conversation of so many tokens."""
-        num_gone = self.prompts.num_gone(session)
-        opening = self.prompts.opening_len(session) if num_gone else 0
-        return Place(sizes, opening, num_gone, num_tokens - num_gone)
 
     def _spelled(self, token: int) -> str:
         """Text of a token alone."""
@@ -235,12 +227,12 @@ class Service:
         num_before = len(session.ids) - session.num_new
         reading = self._placed(reading, session, session.ids[:num_before])
         answers = Answers(1, reading, num_cached=num_before)
-        method, num_gone = self._method_for(session.num_sinks), self.prompts.num_gone(session)
-        answers.count(method, num_before - num_gone, num_gone)
+        method = self._method_for(session.num_sinks)
+        answers.count(method, num_before)
         self.sessions.release(session)
         put(AnswerPiece(0, session.answer))
         dropped = method.sizes.num_dropped
-        num_evicted = dropped(session.num_fed - num_gone) - dropped(num_before - num_gone)
+        num_evicted = dropped(session.num_fed) - dropped(num_before)
         num_thoughts = reading.num_thoughts(self.tokenizer, session.ids[num_before:].tolist())
         put(End(0, session.finish, session.num_new, num_evicted, num_thoughts))
         return answers
@@ -312,30 +304,19 @@ class Service:
         rules = Rules(sampling, self.tokenizer, ends, put, request.num_top, constraint, reading)
         answers = Answers(len(pairs) * num_choices, reading)
         for number, (session, new) in enumerate(pairs):
-            before = self._goes_on(session)
-            assert sampling.max_new_tokens is not None
-            ids, num_cached = torch.cat([before, new]), session.num_fed
-            text = None
-            if len(new):
-                of_turn = before, new, sampling.max_new_tokens
-                session, text = self.prompts.whole_turns(session, *of_turn)
+            ids, num_cached = torch.cat([self._goes_on(session), new]), session.num_fed
             update = (
                 SessionUpdate(self.sessions, messages, session, ids, self._writer, put)
                 if messages is not None
                 else None
             )
             method = self._method_for(session.num_sinks)
-            place = self.place_of(session, method.sizes, len(ids))
-            num_gone = place.num_gone
-            answers.count(method, len(ids) - num_gone, num_gone)
-            if text is not None:
-                ids, num_cached, start = text, 0, None
-                answers.num_reencoded += max(0, len(text) - len(new))
+            answers.count(method, len(ids))
             numbers = range(number * num_choices, (number + 1) * num_choices)
             rows = [AnswerRow(rules, x, draw, ids, method) for draw, x in enumerate(numbers)]
             if request.stream_options and request.stream_options.include_cache:
                 for row in rows:
-                    row.place = place
+                    row.tells_cache = True
             state, changes = None, list[Change]()
             if start is None:
                 state = self.sessions.state(session) if num_cached else None

@@ -42,7 +42,6 @@ class Session:
     ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [T], all
     num_fed: int = 0  # tokens that its method has been fed
     num_new: int = 0  # tokens of the last answer
-    turns: tuple[int, ...] = ()  # where in `ids` each begins
     state: StateDict | None = None  # after `num_fed`; None: of nothing, or its file has it
     checksum: str = ""  # of its file, if there is one
     number: int = 0  # of its file, higher in what was kept later

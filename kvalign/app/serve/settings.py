@@ -67,8 +67,6 @@ class ServeSettings(TalkSettings):
         super().__post_init__()
         if self.without_key and self.api_key is not None:
             raise UserError("--without-key and a key contradict each other: leave one out")
-        if self.edit and self.evict == "turns":
-            raise UserError("--edit and --evict turns contradict each other: leave one out")
         if self.keep_unnamed and self.sessions is None:
             raise UserError("--keep-unnamed needs a folder: --sessions DIR")
 
