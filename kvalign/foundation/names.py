@@ -50,7 +50,7 @@ REMOVED = {
     "demo-ui": "kvalign serve answers any client of OpenAI's API, and kvalign eval readability has "
     "methods write side by side",
     "lanes": "the page of kvalign serve shows the cache of a conversation as it changes",
-    "completion": 'eval "$(register-python-argcomplete kvalign)" completes in bash and zsh',
+    "completion": "kvalign COMMAND --help lists its flags",
     "eval chat": "kvalign eval told asks for what a conversation told, and kvalign eval "
     "readability judges what is written",
     "eval import-losses": "eval/results/paper.md has its figures, and version 0.2 the command",
