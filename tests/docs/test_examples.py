@@ -11,13 +11,7 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 NOTEBOOK = ROOT / "examples" / "how_a_kv_cache_streams.ipynb"
-MARKS = {
-    "other_caches": pytest.mark.slow,
-    "serve_sessions": pytest.mark.slow,
-    "serve_on_ray": pytest.mark.ray,
-}
-# Ray Serve gives its proxy 15 seconds to start: too few beside the other workers' tests.
-PATIENCE = ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S"]
+MARKS = dict.fromkeys(("other_caches", "serve_sessions"), pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
@@ -26,10 +20,6 @@ PATIENCE = ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "RAY_SERVE_PROXY_HEALTH_CHE
 def test_script_runs(path, tmp_path, monkeypatch, capsys):
     for name, value in INSIDE.items():
         monkeypatch.setattr(name, value)
-    if path.stem == "serve_on_ray":
-        for name in PATIENCE:
-            monkeypatch.setenv(name, "300")
-        monkeypatch.setattr("ray.serve._private.api.HTTP_PROXY_TIMEOUT", 300)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("sys.argv", [str(path)])
     exec(compile(smaller_python(path.read_text()), path, "exec"), {"__name__": "__main__"})
