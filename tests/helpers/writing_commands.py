@@ -229,10 +229,10 @@ COMMANDS = (
     Command(
         "eval readability",
         "eval readability --methods window,recompute --cache-sizes 32 --max-new-tokens 40 "
-        "--page out",
-        ("readability.json", "report.html", "plots/*.png"),
+        "--out out/readability.json",
+        ("readability.json",),
         _evaluated,
-        rewritten=("readability.json", "report.html", "plots/*.png"),
+        rewritten=("readability.json",),
     ),
     Command(
         "report",
