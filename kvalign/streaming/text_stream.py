@@ -189,8 +189,8 @@ class TextStream(NotPickled):
                 parts = first_of([ids[from_fed:start], *new], num_fed - from_fed)
             from_fed = min(from_fed, num_fed)
         if is_fed := from_fed < self.num_fed or bool(parts):
-            # Of a stream that was encoded anew, or lost all that it had, the method knows the last
-            # tokens only. Text before these is text alone, as what has been evicted.
+            # Of a stream that lost all that it had the method knows the last tokens only. Text
+            # before these is text alone, as what has been evicted.
             unknown = self.num_fed - self.method.num_tokens
             num_lost = max(0, min(stop, unknown) - start)
             if is_fed := end_fed > unknown or (end_fed == unknown and bool(parts)):

@@ -76,11 +76,8 @@ class Prompts:
         turns = [message.for_template() for message in messages]
         return self.of(self._talk(system, request, tools).ids(turns, goes_on=not session.is_new))
 
-    def _talk(
-        self, system: str | None, request: ChatRequest | None = None, tools: ToolSet | None = None
-    ) -> Talk:
-        template = request.chat_template_kwargs if request else None
-        definitions = tools.definitions if tools else None
+    def _talk(self, system: str | None, request: ChatRequest, tools: ToolSet | None) -> Talk:
+        template, definitions = request.chat_template_kwargs, tools.definitions if tools else None
         return Talk(self.tokenizer, system, self.settings.special_tokens, template, definitions)
 
     def of(self, prompt: str | list[int]) -> Tensor:
