@@ -7,8 +7,8 @@ from .cache import StreamingCache as StreamingCache
 from .foundation.errors import UserError as UserError
 from .foundation.version import __version__ as __version__
 from .invariants import verify as verify
+from .methods import make_cache as make_cache
 from .methods import make_method as make_method
-from .methods.own_loop import make_cache as make_cache
 from .methods.registry import METHODS as METHODS
 from .models import load_model as load_model
 from .streaming.batch import stream_batch as stream_batch

@@ -11,9 +11,8 @@ from transformers import DynamicCache
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.foundation.errors import UserError
-from kvalign.methods import make_method
+from kvalign.methods import make_cache, make_method
 from kvalign.methods.cached import KVAlign
-from kvalign.methods.own_loop import make_cache
 from kvalign.models.architectures import spec_of
 
 

@@ -6,8 +6,7 @@ from helpers.tiny_models import CONTEXT_LEN, tiny_model
 import kvalign
 from kvalign.cache import default_size as module
 from kvalign.cache.default_size import LARGEST_DEFAULT, OF_A_MINI, default_size
-from kvalign.methods import make_method
-from kvalign.methods.own_loop import make_cache
+from kvalign.methods import make_cache, make_method
 
 
 def test_it_is_the_context_length_less_the_new_token(models):

@@ -17,8 +17,7 @@ from transformers import (
 import kvalign
 from kvalign.cache.int8 import Int8, key_bases
 from kvalign.foundation.errors import UserError
-from kvalign.methods import make_method
-from kvalign.methods.own_loop import make_cache
+from kvalign.methods import make_cache, make_method
 from kvalign.streaming.scoring import score
 
 INT8 = Int8(torch.float32)

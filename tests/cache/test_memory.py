@@ -18,8 +18,7 @@ from kvalign.memory.memory import Memory
 from kvalign.memory.recall import QueryBatch
 from kvalign.memory.recall_places import RecallPlaces
 from kvalign.memory.sketch import BLOCK, PAGE
-from kvalign.methods import make_method
-from kvalign.methods.own_loop import make_cache
+from kvalign.methods import make_cache, make_method
 from kvalign.models import kernel
 
 NUM, VOCAB = 150, 400
