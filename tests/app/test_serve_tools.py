@@ -12,18 +12,7 @@ import openai
 import pytest
 import torch
 from helpers.served import serving
-from helpers.tool_templates import (
-    BEGIN,
-    BEGINS,
-    END,
-    ENDS,
-    SEP,
-    TEMPLATES,
-    THINKING,
-    TIME,
-    WEATHER,
-    template,
-)
+from helpers.tool_templates import TEMPLATES, THINKING, TIME, WEATHER, template
 from transformers import AddedToken
 
 from kvalign.app.serve.errors import RequestError
@@ -87,16 +76,6 @@ ANSWERS = {
     "one mark each": (
         reading(FORMS["mistral-v11"]),
         '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}[TOOL_CALLS]time[ARGS]{}',
-        ("", "", CALLS),
-    ),
-    "in a frame": (
-        reading(FORMS["deepseek-v3.1"]),
-        f'So:\n{BEGINS}{BEGIN}weather{SEP}{{"city": "Rome"}}{END}{BEGIN}time{SEP}{{}}{END}{ENDS}',
-        ("", "So:", CALLS),
-    ),
-    "functionary": (
-        reading(FORMS["functionary"]),
-        '<function=weather>{"city": "Rome"}</function><function=time>{}</function>',
         ("", "", CALLS),
     ),
     "a draft": (reading(thoughts=THINK), f"<think>\n{DRAFT}</think>\n\n9", (DRAFT, "9", [])),
@@ -335,7 +314,7 @@ def drawn(tokenizer, constraint, num=300):
 
 @pytest.mark.parametrize("is_special", [True, False])
 def test_marks_that_are_tokens_are_written_and_read(form, is_special, loaded):
-    """As Qwen's, Hermes' (not special), Mistral's and DeepSeek's are."""
+    """As Qwen's, Hermes' (not special) and Mistral's are."""
     tokenizer, of = copy.deepcopy(loaded.tokenizer), FORMS[form]
     marks = marks_of(of, THINK)
     tokenizer.add_tokens([AddedToken(x, special=is_special) for x in sorted(marks)])
