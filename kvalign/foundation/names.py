@@ -77,7 +77,7 @@ T = TypeVar("T")
 
 class Registry(UserDict[str, T], Generic[T]):
     """Mapping from names to objects at `module:member`, which are imported at first use. Names can
-    be listed, in help and at a shell's TAB, without that.
+    be listed, as in help, without that.
 
     A notebook can add to it without a file: `METHODS["mine"] = MyMethod`.
 
