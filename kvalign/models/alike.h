@@ -1,0 +1,148 @@
+// Which keys of a memory are alike, for `search.h`.
+
+#pragma once
+
+#include "attention.h"
+#include "best.h"
+
+namespace {
+
+struct Candidate {
+  float worth;
+  int64_t slot, age;
+};
+
+// Keys of entries less their mean, of length 1; and in 8 bits, 16 keys together: by fours of their numbers.
+template <int VECTORS>
+struct Apart {
+  static constexpr int64_t dim = 16 * VECTORS;
+  std::vector<float> keys;
+  std::vector<int32_t> own, blocks;  // of blocks each number is 128 more
+  int64_t num;
+
+  template <Kind KIND>
+  void of(Entries<VECTORS, KIND> k, const std::vector<Candidate>& found) {
+    num = found.size();
+    keys.resize(num * dim), own.resize(num * dim / 4);
+    blocks.assign((num + 15) / 16 * dim * 4, 0);
+    Floats mean[VECTORS], x[VECTORS];
+    for (auto& part : mean) part = floats(0);
+    for (const auto& entry : found)
+      for (int i = 0; i < VECTORS; i++) mean[i] = mean[i] + k.read(entry.slot, i);
+    for (auto& part : mean) part = part / floats(num);
+    for (int64_t j = 0; j < num; j++) {
+      Floats squares = floats(0);
+      for (int i = 0; i < VECTORS; i++) {
+        x[i] = k.read(found[j].slot, i) - mean[i];
+        squares = fma(x[i], x[i], squares);
+      }
+      const float length = std::max(std::sqrt(total(squares)), 1e-12f);
+      for (int i = 0; i < VECTORS; i++) {
+        const Floats part = x[i] / floats(length);
+        store(&keys[j * dim + 16 * i], part);
+        store_int8(&own[j * dim / 4 + 4 * i], to_ints(part * floats(127)));
+      }
+      for (int64_t c = 0; c < dim / 4; c++) blocks[(j / 16 * dim / 4 + c) * 16 + j % 16] = own[j * dim / 4 + c] ^ 0x80808080;
+    }
+  }
+
+  // Whether a newer key is as much like this one: by 8 bits, and where these do not decide exactly.
+  bool is_said_again(int64_t j, float alike) const {
+    constexpr float UNSURE = 0.02f, ONE = 127 * 127;
+    const int32_t* p = &own[j * dim / 4];
+    int32_t sum = 0;
+    for (int64_t d = 0; d < dim; d++) sum += ((const int8_t*)p)[d];
+    for (int64_t first = (j + 1) / 16 * 16; first < num; first += 16) {
+      Ints of_block[4 * VECTORS];
+      for (int c = 0; c < 4 * VECTORS; c++) of_block[c] = load_bytes(&blocks[(first * dim / 4) + c * 16]);
+      const Floats cosines = to_floats(dot<8, 4 * VECTORS>(of_block, p, -offset_of(8) * sum));
+      if (!num_at_least(cosines, floats((alike - UNSURE) * ONE))) continue;
+      float all[16];
+      store(all, cosines);
+      for (int64_t newer = std::max(first, j + 1); newer < std::min(first + 16, num); newer++)
+        if (all[newer - first] >= (alike - UNSURE) * ONE && cosine(j, newer) > alike) return true;
+    }
+    return false;
+  }
+
+  float cosine(int64_t j, int64_t other) const {
+    Floats sum = floats(0);
+    for (int i = 0; i < VECTORS; i++) sum = fma(load(&keys[j * dim + 16 * i]), load(&keys[other * dim + 16 * i]), sum);
+    return total(sum);
+  }
+};
+
+// Puts each of many sets of keys in an order in which blocks of 16 are alike: halves them along their longest axis
+// until they are blocks.
+struct Halving {
+  const float* keys;
+  int64_t *order, length;
+
+  struct Along {
+    int32_t rank, number;
+    bool operator<(const Along& other) const { return rank != other.rank ? rank < other.rank : number < other.number; }
+  };
+
+  template <int VECTORS>
+  static void halve(const float* x, std::vector<Along>& all, std::vector<float>& products, int64_t begin, int64_t end) {
+    constexpr int64_t dim = 16 * VECTORS;
+    const int64_t middle = begin + (end - begin) / 2;
+    if (middle - begin < BLOCK) return;
+    Floats mean[VECTORS], apart[VECTORS], axis[VECTORS];
+    for (auto& part : mean) part = floats(0);
+    for (int64_t j = begin; j < end; j++)
+      for (int i = 0; i < VECTORS; i++) mean[i] = mean[i] + load(x + all[j].number * dim + 16 * i);
+    for (auto& part : mean) part = part / floats(end - begin);
+    products.assign(dim * dim, 0);
+    float numbers[dim];
+    for (int64_t j = begin; j < end; j++) {
+      for (int i = 0; i < VECTORS; i++) {
+        apart[i] = load(x + all[j].number * dim + 16 * i) - mean[i];
+        store(numbers + 16 * i, apart[i]);
+      }
+      for (int64_t d = 0; d < dim; d++)
+        for (int i = 0; i < VECTORS; i++) {
+          float* to = &products[d * dim + 16 * i];
+          store(to, fma(floats(numbers[d]), apart[i], load(to)));
+        }
+    }
+    // The power method, from the axis of the number that differs most on.
+    int64_t most = 0;
+    for (int64_t d = 1; d < dim; d++)
+      if (products[d * dim + d] > products[most * dim + most]) most = d;
+    for (int i = 0; i < VECTORS; i++) axis[i] = load(&products[most * dim + 16 * i]);
+    for (int round = 0; round < 3; round++) {
+      Floats squares = floats(0);
+      for (int i = 0; i < VECTORS; i++) squares = fma(axis[i], axis[i], squares);
+      const float length = std::sqrt(total(squares));
+      for (int i = 0; i < VECTORS; i++) store(numbers + 16 * i, axis[i] * floats(length > 0 ? 1 / length : 0)), axis[i] = floats(0);
+      for (int64_t d = 0; d < dim; d++)
+        for (int i = 0; i < VECTORS; i++) axis[i] = fma(floats(numbers[d]), load(&products[d * dim + 16 * i]), axis[i]);
+    }
+    for (int64_t j = begin; j < end; j++) {
+      Floats sum = floats(0);
+      for (int i = 0; i < VECTORS; i++) sum = fma(axis[i], load(x + all[j].number * dim + 16 * i), sum);
+      all[j].rank = rank_of(total(sum));
+    }
+    std::nth_element(&all[begin], &all[middle], &all[0] + end);
+    halve<VECTORS>(x, all, products, begin, middle);
+    halve<VECTORS>(x, all, products, middle, end);
+  }
+
+  template <int VECTORS>
+  void run(int64_t num) {
+    auto sets = [](int64_t begin, int64_t end, void* self) {
+      const auto [keys, order, length] = *(Halving*)self;
+      std::vector<Along> all(length);
+      std::vector<float> products;
+      for (int64_t n = begin; n < end; n++) {
+        for (int32_t j = 0; j < length; j++) all[j].number = j;
+        halve<VECTORS>(keys + n * length * 16 * VECTORS, all, products, 0, length);
+        for (int64_t j = 0; j < length; j++) order[n * length + j] = all[j].number;
+      }
+    };
+    torch_parallel_for(0, num, 1, sets, this);
+  }
+};
+
+}  // namespace
