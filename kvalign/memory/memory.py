@@ -11,8 +11,8 @@ newest counts. Otherwise a fact's old values would crowd out the new one.
 
 Our kernel reads a sketch of the keys (`kvalign.memory.sketch`): blocks of entries that are alike,
 by their means, the entries of the best of these and of all young ones in 2 bits, those of the best
-of these in 4; and it computes the exact scores of the best of these. Without the kernel all scores
-are exact.
+of these in 4; and it computes the exact scores of the best of these. Tokens that come together read
+young entries once for all of them, exactly. Without the kernel all scores are exact.
 """
 
 import copy
@@ -365,7 +365,9 @@ def _digests(stored: KV) -> Tensor:
     both = torch.cat([keys, values], 2).view(torch.uint8)
     kind = torch.uint8 if both.shape[2] % 4 else torch.int32
     numbers = both.view(kind)
-    return (numbers * _factors(numbers.shape[2], numbers.device)).sum(2)
+    factors = _factors(numbers.shape[2], numbers.device)
+    # CUDA has no product of matrices of whole numbers.
+    return (numbers * factors).sum(2) if numbers.is_cuda else numbers.long() @ factors
 
 
 @lru_cache(maxsize=4)

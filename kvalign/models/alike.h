@@ -12,49 +12,59 @@ struct Candidate {
   int64_t slot, age;
 };
 
-// Keys of entries less their mean, of length 1; and in 8 bits, 16 keys together: by fours of their numbers.
+// Keys of entries less their mean, with one over their lengths; and of length 1 in 8 bits, each number 128 more, by fours:
+// of each key, and of 16 keys together.
 template <int VECTORS>
 struct Apart {
-  static constexpr int64_t dim = 16 * VECTORS;
-  std::vector<float> keys;
-  std::vector<int32_t> own, blocks;  // of blocks each number is 128 more
+  static constexpr int64_t dim = 16 * VECTORS, FOURS = (dim / 4 + 15) / 16 * 16;
+  std::vector<float> keys, by;
+  std::vector<int32_t> own, blocks;
   int64_t num;
 
-  template <Kind KIND>
-  void of(Entries<VECTORS, KIND> k, const std::vector<Candidate>& found) {
+  void of(Stored<VECTORS> k, const std::vector<Candidate>& found) {
+    constexpr int64_t AHEAD = 16;
     num = found.size();
-    keys.resize(num * dim), own.resize(num * dim / 4);
-    blocks.assign((num + 15) / 16 * dim * 4, 0);
-    Floats mean[VECTORS], x[VECTORS];
+    const int64_t most = (num + 15) / 16 * 16;
+    keys.resize(most * dim), by.resize(most), own.resize(most * FOURS), blocks.resize(most * FOURS);
+    Floats mean[VECTORS];
     for (auto& part : mean) part = floats(0);
-    for (const auto& entry : found)
-      for (int i = 0; i < VECTORS; i++) mean[i] = mean[i] + k.read(entry.slot, i);
-    for (auto& part : mean) part = part / floats(num);
     for (int64_t j = 0; j < num; j++) {
-      Floats squares = floats(0);
-      for (int i = 0; i < VECTORS; i++) {
-        x[i] = k.read(found[j].slot, i) - mean[i];
-        squares = fma(x[i], x[i], squares);
+      if (j + AHEAD < num) k.prefetch(found[j + AHEAD].slot);
+      k.copy(found[j].slot, &keys[j * dim]);
+      for (int i = 0; i < VECTORS; i++) mean[i] = mean[i] + load(&keys[j * dim + 16 * i]);
+    }
+    std::fill(keys.begin() + num * dim, keys.end(), 0);
+    for (auto& part : mean) part = part / floats(num);
+    for (int64_t first = 0; first < num; first += 16) {
+      Floats squares[16];
+      for (int64_t j = 0; j < 16; j++) {
+        float* key = &keys[(first + j) * dim];
+        squares[j] = floats(0);
+        for (int i = 0; i < VECTORS; i++) {
+          const Floats part = load(key + 16 * i) - mean[i];
+          squares[j] = fma(part, part, squares[j]);
+          store(key + 16 * i, part);
+        }
       }
-      const float length = std::max(std::sqrt(total(squares)), 1e-12f);
-      for (int i = 0; i < VECTORS; i++) {
-        const Floats part = x[i] / floats(length);
-        store(&keys[j * dim + 16 * i], part);
-        store_int8(&own[j * dim / 4 + 4 * i], to_ints(part * floats(127)));
-      }
-      for (int64_t c = 0; c < dim / 4; c++) blocks[(j / 16 * dim / 4 + c) * 16 + j % 16] = own[j * dim / 4 + c] ^ 0x80808080;
+      store(&by[first], floats(1) / max(square_root(totals(squares)), floats(1e-12f)));
+      for (int64_t j = first; j < first + 16; j++)
+        for (int i = 0; i < VECTORS; i++)
+          store_int8(&own[j * FOURS + 4 * i], to_ints(load(&keys[j * dim + 16 * i]) * floats(127 * by[j])));
+      for (int64_t i = first * FOURS; i < (first + 16) * FOURS; i++) own[i] ^= 0x80808080;
+      for (int64_t c = 0; c < FOURS; c += 16)
+        transpose((const float*)&own[first * FOURS + c], FOURS, (float*)&blocks[first * FOURS + 16 * c]);
     }
   }
 
   // Whether a newer key is as much like this one: by 8 bits, and where these do not decide exactly.
   bool is_said_again(int64_t j, float alike) const {
     constexpr float UNSURE = 0.02f, ONE = 127 * 127;
-    const int32_t* p = &own[j * dim / 4];
-    int32_t sum = 0;
+    int32_t p[dim / 4], sum = 0;
+    for (int64_t c = 0; c < dim / 4; c++) p[c] = own[j * FOURS + c] ^ 0x80808080;
     for (int64_t d = 0; d < dim; d++) sum += ((const int8_t*)p)[d];
     for (int64_t first = (j + 1) / 16 * 16; first < num; first += 16) {
       Ints of_block[4 * VECTORS];
-      for (int c = 0; c < 4 * VECTORS; c++) of_block[c] = load_bytes(&blocks[(first * dim / 4) + c * 16]);
+      for (int c = 0; c < 4 * VECTORS; c++) of_block[c] = load_bytes(&blocks[first * FOURS + c * 16]);
       const Floats cosines = to_floats(dot<8, 4 * VECTORS>(of_block, p, -offset_of(8) * sum));
       if (!num_at_least(cosines, floats((alike - UNSURE) * ONE))) continue;
       float all[16];
@@ -68,7 +78,7 @@ struct Apart {
   float cosine(int64_t j, int64_t other) const {
     Floats sum = floats(0);
     for (int i = 0; i < VECTORS; i++) sum = fma(load(&keys[j * dim + 16 * i]), load(&keys[other * dim + 16 * i]), sum);
-    return total(sum);
+    return total(sum) * by[j] * by[other];
   }
 };
 

@@ -90,6 +90,38 @@ struct Entries {
   }
 };
 
+// The same of a kind that is known when it runs.
+template <int VECTORS>
+struct Stored {
+  const char* first;
+  Kind kind;
+
+  template <typename Do>
+  auto as(Do what) const {
+    switch (kind) {
+      case FLOAT16: return what(Entries<VECTORS, FLOAT16>{first});
+      case BFLOAT16: return what(Entries<VECTORS, BFLOAT16>{first});
+      case INT8: return what(Entries<VECTORS, INT8>{first});
+      default: return what(Entries<VECTORS, FLOAT32>{first});
+    }
+  }
+
+  Stored from(int64_t slot) const {
+    return {as([&](auto x) { return x.from(slot).first; }), kind};
+  }
+  void prefetch(int64_t slot) const {
+    as([&](auto x) { x.from(slot).prefetch(); });
+  }
+  void copy(int64_t slot, float* to) const {
+    as([&](auto x) { x.copy(slot, to); });
+  }
+  const float* read(int64_t slot, float* room) const {  // where it is not in floats, it is copied there
+    if (kind == FLOAT32) return (const float*)from(slot).first;
+    copy(slot, room);
+    return room;
+  }
+};
+
 void rotate(float* x, const float* c, const float* s, int64_t num_pairs, float sign = 1) {  // -1: back
   float* other = x + num_pairs;  // the other half; the rest does not rotate
   int64_t j = 0;

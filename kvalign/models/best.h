@@ -26,7 +26,7 @@ float of_rank(int32_t rank) {
 }
 
 // A number that so many of these reach, or up to `slack` more, in vectors of 16; or, where some are equal, as few more
-// as can be. None is a NaN, and so many are not -inf.
+// as can be. None is a NaN; it is -inf where fewer are more.
 float reached_by(const float* numbers, int64_t length, int64_t num, int64_t slack) {
   Floats most = floats(-INFINITY), least = floats(INFINITY);
   for (int64_t i = 0; i < length; i += 16) most = max(load(numbers + i), most);
@@ -34,8 +34,12 @@ float reached_by(const float* numbers, int64_t length, int64_t num, int64_t slac
   float all[16];
   store(all, least);
   int64_t low = rank_of(*std::min_element(all, all + 16)), high = rank_of(greatest(most)) + int64_t{1};
-  while (high - low > 1) {
-    const int64_t middle = low + (high - low) / 2;
+  for (int round = 0; high - low > 1; round++) {
+    int64_t middle = low + (high - low) / 2;
+    if (round < 16) {  // half of the way by their size takes fewer, but where it has no end
+      const float least = of_rank(low), half = least + (of_rank(high) - least) / 2;
+      middle = std::min(std::max<int64_t>(rank_of(half), low + 1), high - 1);
+    }
     const Floats reached = floats(of_rank(middle));
     int64_t found = 0;
     for (int64_t i = 0; i < length; i += 16) found += num_at_least(load(numbers + i), reached);
@@ -83,9 +87,10 @@ struct Best {
     return found;
   }
 
-  std::vector<int32_t>& of(const std::vector<float>& numbers, int64_t most) {
+  std::vector<int32_t>& of(const float* numbers, int64_t length, int64_t most) {
     begin(most);
-    for (size_t i = 0; i < numbers.size(); i += 16) see(load(&numbers[i]), i);
+    if (length > room) least = std::max(least, reached_by(numbers, length, num, num / 8));
+    for (int64_t i = 0; i < length; i += 16) see(load(numbers + i), i);
     return all();
   }
 };

@@ -27,7 +27,7 @@ from kvalign.models.rope import Angles, Rotation, RotationByLayer
 
 log = logging.getLogger(__name__)
 
-_FILES = ("kernel.cpp", "alike.h", "attention.h", "best.h", "search.h", "vectors.h")
+_FILES = ("kernel.cpp", "alike.h", "attention.h", "best.h", "scores.h", "search.h", "vectors.h")
 SOURCES = [Path(__file__).with_name(name) for name in _FILES]
 DIMS = (16, 32, 64, 80, 96, 128)  # of heads that `attend` takes
 _SHIMS = {

@@ -30,6 +30,7 @@ INLINE Floats operator/(Floats a, Floats b) { return {_mm512_div_ps(a.x, b.x)}; 
 INLINE Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.x, b.x, c.x)}; }
 INLINE Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.x, b.x)}; }  // b where one is a NaN
 INLINE Floats min(Floats a, Floats b) { return {_mm512_min_ps(a.x, b.x)}; }
+INLINE Floats square_root(Floats x) { return {_mm512_sqrt_ps(x.x)}; }
 INLINE Floats nearest_whole(Floats x) { return {_mm512_roundscale_ps(x.x, 0)}; }
 INLINE float total(Floats x) { return _mm512_reduce_add_ps(x.x); }
 INLINE float greatest(Floats x) { return _mm512_reduce_max_ps(x.x); }
@@ -142,6 +143,7 @@ INLINE Floats fma(Floats x, Floats y, Floats z) {
 }
 INLINE Floats max(Floats x, Floats y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 INLINE Floats min(Floats x, Floats y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+INLINE Floats square_root(Floats x) { return {_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)}; }
 INLINE Floats nearest_whole(Floats x) { return {_mm256_round_ps(x.a, 8), _mm256_round_ps(x.b, 8)}; }
 INLINE float total(Floats x) {
   const __m256 both = _mm256_add_ps(x.a, x.b);
@@ -232,19 +234,25 @@ INLINE uint32_t lanes_at_least(Floats x, Floats least) {  // a bit of each
   return a | _mm256_movemask_ps(_mm256_cmp_ps(x.b, least.b, _CMP_GE_OQ)) << 8;
 }
 INLINE int num_at_least(Floats x, Floats least) { return __builtin_popcount(lanes_at_least(x, least)); }
-INLINE int store_at_least(int32_t* to, float* numbers, Ints indices, Floats x, Floats least) {
-  uint32_t are = lanes_at_least(x, least);
-  if (!are) return 0;
-  float all[16];
-  int32_t all_indices[16];
-  store(all, x);
-  std::memcpy(all_indices, &indices, sizeof all_indices);
-  const int num = __builtin_popcount(are);
-  for (int i = 0; i < num; i++, are &= are - 1) {
-    const int lane = __builtin_ctz(are);
-    to[i] = all_indices[lane], numbers[i] = all[lane];
+struct Chosen {  // the lanes of 8 that a mask has, a byte each
+  uint64_t of[256] = {};
+  constexpr Chosen() {
+    for (int mask = 0; mask < 256; mask++)
+      for (int lane = 0, num = 0; lane < 8; lane++)
+        if (mask >> lane & 1) of[mask] |= uint64_t(lane) << 8 * num++;
   }
-  return num;
+};
+constexpr Chosen CHOSEN;
+INLINE int store_at_least(int32_t* to, float* numbers, Ints indices, Floats x, Floats least) {
+  const uint32_t are = lanes_at_least(x, least), num = __builtin_popcount(are & 255);
+  if (!are) return 0;
+  const __m256i a = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(CHOSEN.of[are & 255]));
+  const __m256i b = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(CHOSEN.of[are >> 8]));
+  _mm256_storeu_ps(numbers, _mm256_permutevar8x32_ps(x.a, a));
+  _mm256_storeu_ps(numbers + num, _mm256_permutevar8x32_ps(x.b, b));
+  _mm256_storeu_si256((__m256i*)to, _mm256_permutevar8x32_epi32(indices.a, a));
+  _mm256_storeu_si256((__m256i*)(to + num), _mm256_permutevar8x32_epi32(indices.b, b));
+  return __builtin_popcount(are);
 }
 
 constexpr int offset_of(int bits) { return bits == 4 ? 8 : 0; }
@@ -287,3 +295,25 @@ INLINE __m256 totals_of_8(const Floats* x) {
 INLINE Floats totals(Floats* x) { return {totals_of_8(x), totals_of_8(x + 8)}; }  // of each of 16 vectors
 
 #endif
+
+// 16 rows of 16 numbers, each so far from the one before, as columns.
+INLINE void transpose(const float* from, int64_t stride, float* to) {
+  for (int block = 0; block < 4; block++) {
+    const float* x = from + block / 2 * 8 * stride + block % 2 * 8;
+    float* y = to + block % 2 * 8 * 16 + block / 2 * 8;
+    __m256 twos[8], fours[8];
+    for (int i = 0; i < 8; i += 2) {
+      const __m256 a = _mm256_loadu_ps(x + stride * i), b = _mm256_loadu_ps(x + stride * (i + 1));
+      twos[i] = _mm256_unpacklo_ps(a, b), twos[i + 1] = _mm256_unpackhi_ps(a, b);
+    }
+    for (int i = 0; i < 8; i += 4)
+      for (int j = 0; j < 2; j++) {
+        fours[i + 2 * j] = _mm256_shuffle_ps(twos[i + j], twos[i + j + 2], 0x44);
+        fours[i + 2 * j + 1] = _mm256_shuffle_ps(twos[i + j], twos[i + j + 2], 0xee);
+      }
+    for (int i = 0; i < 4; i++) {
+      _mm256_storeu_ps(y + 16 * i, _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x20));
+      _mm256_storeu_ps(y + 16 * (i + 4), _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x31));
+    }
+  }
+}

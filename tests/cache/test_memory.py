@@ -57,6 +57,8 @@ def stepped(method, ids):
         (2, 16, 3, 64, 3000, 100),  # rows of their own, many heads to one of keys
         (2, 1, 5, 32, 300, 20),  # all
         (1, 2, 1, 16, 17, 20),  # of six that are lost three say the same
+        (2, 3, 30, 80, 3000, 100),  # of tokens that ask together all are exact
+        (1, 2, 30, 32, 9000, 200),  # or of those that lie as they came
     ],
 )
 @pytest.mark.parametrize(
@@ -140,13 +142,16 @@ def test_our_kernel_reads_few_blocks_of_a_memory_in_order(parts, by_age):
     queries = 2 * torch.randn(1, 2, 2, 40, 32, generator=rng)
     queries[:, :, :, 20:] = 0  # they ask for what is young
 
-    def found_by(one):
-        return one.find(queries, QueryBatch(places, seen, seen[0, :1], int(seen.min())))
+    def found_by(one, num=40):  # for so many tokens at once
+        parts = zip(queries.split(num, 3), seen.split(num, 1), strict=True)
+        found = [one.find(x, QueryBatch(places, n, n[0, :1], int(n.min()))) for x, n in parts]
+        ages, visible = (torch.cat([x[i] for x in found], 2) for i in (1, 2))
+        return found[0]._replace(ages=ages, visible=visible)
 
     restored = Memory(held, FLOATS, places)
     restored.restore(memory.entries.slots(0, memory.num_used), memory.base, memory.seen)
     assert torch.equal(restored.sketch.is_ordered, sketch.is_ordered)
-    found = [found_by(one) for one in (memory, restored)]
+    found = [found_by(memory), found_by(memory, num=1), found_by(restored)]
     memory.sketch = None
     expected = found_by(memory)
     for x in found:
@@ -182,7 +187,8 @@ def test_what_comes_from_a_page_that_is_partly_forgotten_is_in_the_order_of_time
 
 
 @pytest.mark.skipif(not kernel.is_here(), reason="no AVX2, or no compiler")
-def test_our_kernel_takes_back_no_entry_that_is_not_a_number():
+@pytest.mark.parametrize("num", [1, 5])
+def test_our_kernel_takes_back_no_entry_that_is_not_a_number(num):
     sizes = CacheSizes(cache_size=20, num_sinks=4, memory=8000, num_recalled=5)
     rng = torch.Generator().manual_seed(0)
     held = KV(*(torch.randn(1, 2, 928, 16, generator=rng) for _ in range(2)))  # all slots
@@ -190,9 +196,9 @@ def test_our_kernel_takes_back_no_entry_that_is_not_a_number():
     places = RecallPlaces(sizes, 8000, by_age=True, is_free=True)
     memory = Memory(held, FLOATS, places)
     memory.write([sizes.num_sinks], held)
-    seen = torch.tensor([[928 + sizes.num_sinks]])
-    queries = torch.randn(1, 2, 1, 1, 16, generator=rng)
-    found = memory.find(queries, QueryBatch(places, seen, seen[0], int(seen)))
+    seen = torch.full((1, num), 928 + sizes.num_sinks)
+    queries = torch.randn(1, 2, 1, num, 16, generator=rng)
+    found = memory.find(queries, QueryBatch(places, seen, seen[0, :1], int(seen.min())))
     assert memory.sketch is not None and found.visible.all() and found.entries.keys.isfinite().all()
 
 
