@@ -9,6 +9,7 @@ Parts that only the site has:
 |---|---|
 | `<!-- public -->` | a table of what `import kvalign` offers |
 | `<!-- commands -->` | every command with its flags |
+| `<!-- lanes -->` | the page of a cache at work, in a frame |
 """
 
 import argparse
@@ -35,20 +36,25 @@ RESULTS = ROOT / "eval" / "results"
 ELSEWHERE = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 ELSEWHERE |= {f"results/{page.name}": f"eval/results/{page.name}" for page in RESULTS.glob("*.md")}
 ELSEWHERE |= {f"images/{one.name}": f"eval/results/{one.name}" for one in RESULTS.glob("*.png")}
+LANES = "lanes.html"
 
 _LINK = re.compile(r"\[([^\]]*)\]\(([\w./-]+)(#[\w-]+)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
-    """Add what lies elsewhere."""
+    """Add what lies elsewhere, and the page of a cache at work."""
     for place, path in ELSEWHERE.items():
         files.append(File.generated(config, place, abs_src_path=str(ROOT / path)))
+    from kvalign.app.commands.lanes import page
+
+    files.append(File.generated(config, LANES, content=page()))
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     made: dict[str, Callable[[], str]] = {
         "<!-- public -->": public,
         "<!-- commands -->": commands,
+        "<!-- lanes -->": lambda: f'<iframe src="{LANES}" title="A cache at work"></iframe>\n',
     }
     for line, make in made.items():
         if line in markdown.splitlines():

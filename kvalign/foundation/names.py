@@ -47,10 +47,9 @@ _ALIASES = {
 
 
 REMOVED = {
-    "demo-ui": "kvalign serve answers any client of OpenAI's API, and kvalign eval readability has "
-    "methods write side by side",
-    "lanes": "the page of kvalign serve shows the cache of a conversation as it changes",
-    "completion": "kvalign COMMAND --help lists its flags",
+    "demo-ui": "kvalign serve answers any client of OpenAI's API, kvalign lanes shows the cache "
+    "step by step, and kvalign eval readability has methods write side by side",
+    "completion": 'eval "$(register-python-argcomplete kvalign)" completes in bash and zsh',
     "eval chat": "kvalign eval told asks for what a conversation told, and kvalign eval "
     "readability judges what is written",
     "eval import-losses": "eval/results/paper.md has its figures, and version 0.2 the command",
@@ -77,7 +76,7 @@ T = TypeVar("T")
 
 class Registry(UserDict[str, T], Generic[T]):
     """Mapping from names to objects at `module:member`, which are imported at first use. Names can
-    be listed, as in help, without that.
+    be listed, in help and at a shell's TAB, without that.
 
     A notebook can add to it without a file: `METHODS["mine"] = MyMethod`.
 

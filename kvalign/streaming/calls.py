@@ -1,8 +1,8 @@
 """Calls of tools as models write them: a table of the forms that models were trained on, and what
 is read in each. What is no call of a known tool stays text.
 
-The forms are those that the chat templates of these models write (Hermes', Meta's, Mistral's and
-Qwen's, on the hub), and that vLLM and llama.cpp read.
+The forms are those that the chat templates of these models write (DeepSeek's, Hermes', Meta's,
+Mistral's, MeetKai's and Qwen's, on the hub), and that vLLM and llama.cpp read.
 """
 
 import json
@@ -29,12 +29,14 @@ class CallForm(NamedTuple):
             call ends where the next begins.
         written: what stands between the marks.
         marks: others in it.
+        frame: marks around several, which say nothing.
     """
 
     begin: str
     end: str
     written: str
     marks: tuple[str, ...] = ()
+    frame: tuple[str, ...] = ()
 
     def text(self, name: str, arguments: str) -> str:
         """Return a call as it is written, with its marks."""
@@ -42,11 +44,27 @@ class CallForm(NamedTuple):
         return head.replace(_NAME, name) + arguments + tail
 
 
+def _deepseek(name: str) -> str:
+    bar = "\N{FULLWIDTH VERTICAL LINE}"
+    return f"<{bar}tool▁{name}{bar}>"
+
+
+_SEP = _deepseek("sep")
+_DEEPSEEK = CallForm(
+    _deepseek("call▁begin"),
+    _deepseek("call▁end"),
+    f"function{_SEP}{_NAME}\n```json\n{_ARGUMENTS}\n```",
+    (_SEP,),
+    (_deepseek("calls▁begin"), _deepseek("calls▁end")),
+)
 _MISTRAL = CallForm("[TOOL_CALLS]", "", f'[{{"name": "{_NAME}", "arguments": {_ARGUMENTS}}}]')
 FORMS = {
     "hermes": CallForm(  # and Qwen's
         "<tool_call>", "</tool_call>", f'\n{{"name": "{_NAME}", "arguments": {_ARGUMENTS}}}\n'
     ),
+    "functionary": CallForm("<function=", "</function>", f"{_NAME}>{_ARGUMENTS}"),
+    "deepseek-r1": _DEEPSEEK,
+    "deepseek-v3.1": _DEEPSEEK._replace(written=f"{_NAME}{_SEP}{_ARGUMENTS}"),
     "mistral": _MISTRAL,
     "mistral-v11": _MISTRAL._replace(
         written=f"{_NAME}[ARGS]{_ARGUMENTS}", marks=("[ARGS]", "[CALL_ID]")
@@ -56,7 +74,13 @@ FORMS = {
     ),
 }
 _KEYS = ("arguments", "parameters")  # models write either, whatever their template says
-_NAMED = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\](\w+))?\[ARGS\]\s*(\{.*\})", re.DOTALL)
+_NAMED = re.compile(
+    rf"(?:function{_SEP})?([\w.-]+)\s*(?:>|{_SEP}|(?:\[CALL_ID\](\w+))?\[ARGS\]|```(?:json)?)?\s*"
+    r"(\{.*\})\s*(?:```)?",
+    re.DOTALL,
+)
+_XML = re.compile(r"<function=([\w.-]+)>\s*(.*?)\s*</function>", re.DOTALL)  # Qwen3-Coder
+_PARAMETER = re.compile(r"<parameter=([\w.-]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 
 
 def form_in(text: str) -> CallForm | None:
@@ -98,7 +122,7 @@ def calls_in(text: str, tools: Mapping[str, Mapping[str, Any]]) -> list[Call]:
         tools: JSON schemas of the parameters, by the tools' names.
     """
     text = text.strip()
-    calls = _as_json(text) or _as_json(f"{text}]") or _as_named(text)
+    calls = _as_json(text) or _as_json(f"{text}]") or _as_named(text) or _as_xml(text, tools)
     return calls if all(call.name in tools for call in calls) else []
 
 
@@ -141,6 +165,24 @@ def _as_named(text: str) -> list[Call]:
         return []
 
 
+def _as_xml(text: str, tools: Mapping[str, Mapping[str, Any]]) -> list[Call]:
+    """A call with arguments in marks of their own: text, if the schema does not say otherwise."""
+    match = _XML.fullmatch(text)
+    if not match or _PARAMETER.sub("", match[2]):
+        return []
+    about = tools.get(match[1], {}).get("properties")
+    values: dict[str, Any] = {}
+    for name, value in _PARAMETER.findall(match[2]):
+        kind = about.get(name) if isinstance(about, dict) else None
+        values[name] = value
+        if isinstance(kind, dict) and kind.get("type", "string") != "string":
+            try:
+                values[name] = read_json(value)
+            except ValueError:
+                return []
+    return [Call(match[1], as_text(values))]
+
+
 def as_text(arguments: Mapping[str, Any]) -> str:
     return json.dumps(arguments, ensure_ascii=False)
 
@@ -148,4 +190,4 @@ def as_text(arguments: Mapping[str, Any]) -> str:
 def marks_of(form: CallForm | None, thoughts: Sequence[str] | None) -> set[str]:
     """Marks that a reader of an answer looks for."""
     marks = {*(thoughts or ())}
-    return marks | ({form.begin, form.end, *form.marks} - {""} if form else set())
+    return marks | ({form.begin, form.end, *form.marks, *form.frame} - {""} if form else set())

@@ -36,8 +36,9 @@ if TYPE_CHECKING:
     from kvalign.streaming.text_stream import TextStream
     from kvalign.streaming.turns import Talk
 
-# Notes of a stream: the system prompt; how many tokens came before each turn.
-SYSTEM, TURNS = "system", "turns"
+# Notes of a stream: the system prompt; how many tokens came before each turn; what goes when the
+# cache is full; how many turns have gone as a whole.
+SYSTEM, TURNS, EVICT, NUM_GONE = "system", "turns", "evict", "gone"
 OFFERED = 100_000  # tokens of a memory
 SHARE = 1 / 2  # of the memory that is free, for what all streams keep
 OVERHEAD = 1.25  # of a stored token: the sketch of its keys
@@ -100,6 +101,13 @@ class Chat:
         cut = ids_of(CUT, self.tokenizer, prefix=False, goes_on=True) if is_told_so else []
         stream.feed([*cut, *new])
         notes[TURNS] = f"{notes.get(TURNS, '')} {len(stream.ids) - len(new)}".strip()
+        if EVICT in notes:
+            num_gone, size = self._num_gone, stream.method.sizes.cache_size
+            room = dict(size=size, num_answer=stream.sampling.max_new_tokens or size)
+            more, rest = talk.evict_turns(self.begins[num_gone:], stream.ids, **room)
+            if more:
+                notes[NUM_GONE] = str(num_gone + more)
+                stream.encode_anew(rest)
 
     @property
     def begins(self) -> list[int]:
@@ -132,6 +140,8 @@ class Chat:
 
     def _begins_to_edit(self, number: int) -> list[int]:
         begins = self.begins
+        if EVICT in self.stream.notes:
+            raise UserError("with --evict turns a conversation is encoded again, not edited")
         if not 1 <= typed("number", number, int) <= len(begins):
             raise UserError(f"this conversation has {len(begins)} turns, got {number}")
         return begins
@@ -157,7 +167,8 @@ class Chat:
     def reset(self) -> None:
         """Start again, with the same system prompt."""
         self.stream.reset()
-        self.stream.notes.pop(TURNS, None)
+        for note in (TURNS, NUM_GONE):
+            self.stream.notes.pop(note, None)
 
     @property
     def is_cut(self) -> bool:
@@ -172,15 +183,20 @@ class Chat:
         return len(runs) >= LEAST_RUNS and 2 * len({*runs}) <= len(runs)
 
     @property
+    def _num_gone(self) -> int:
+        note = self.stream.notes.get(NUM_GONE, "")
+        return min(int(note), max(0, len(self.begins) - 1)) if note.isdecimal() else 0
+
+    @property
     def num_forgotten(self) -> int:
         """Number of first turns of which only sinks are in the cache. Policies other than `oldest`
-        evict entries of every turn: none.
+        evict entries of every turn, so only turns that were evicted as a whole count.
         """
         sizes = self.stream.method.sizes
         if not sizes.is_oldest:
-            return 0
+            return self._num_gone
         first, last = sizes.num_sinks, sizes.num_sinks + self.stream.num_evicted
-        return sum(first < end <= last for end in self.begins[1:])
+        return max(self._num_gone, sum(first < end <= last for end in self.begins[1:]))
 
     def forgotten_in_words(self) -> str:
         """`the first 3 turns are out of the cache`; "" if none is."""
@@ -188,13 +204,13 @@ class Chat:
             return ""
         what = "the first turn is" if num == 1 else f"the first {num} turns are"
         sizes = self.stream.method.sizes
-        is_lost = not sizes.memory or sizes.num_forgotten(self.stream.num_evicted)
+        is_lost = not sizes.memory or sizes.num_forgotten(self.stream.num_evicted) or self._num_gone
         return f"{what} out of the cache" + ("" if is_lost else ", in the memory")
 
     def memory_offer(self) -> str:
         """Return what would keep the turns that go; "" where there is a memory, or none works."""
         method = self.stream.method
-        if method.sizes.memory or not takes_memory(method):
+        if method.sizes.memory or EVICT in self.stream.notes or not takes_memory(method):
             return ""
         return f"--memory {OFFERED} keeps evicted tokens and takes back what is asked for"
 

@@ -189,8 +189,8 @@ class TextStream(NotPickled):
                 parts = first_of([ids[from_fed:start], *new], num_fed - from_fed)
             from_fed = min(from_fed, num_fed)
         if is_fed := from_fed < self.num_fed or bool(parts):
-            # Of a stream that lost all that it had the method knows the last tokens only. Text
-            # before these is text alone, as what has been evicted.
+            # Of a stream that was encoded anew, or lost all that it had, the method knows the last
+            # tokens only. Text before these is text alone, as what has been evicted.
             unknown = self.num_fed - self.method.num_tokens
             num_lost = max(0, min(stop, unknown) - start)
             if is_fed := end_fed > unknown or (end_fed == unknown and bool(parts)):
@@ -226,6 +226,15 @@ class TextStream(NotPickled):
                 self.method.undo_edit()
             self.resume(before.ids, before.num_fed, before.num_new, before.answers)
             self.notes = before.notes
+
+    def encode_anew(self, ids: list[int]) -> None:
+        """Replace the method's entries by those of these tokens alone, at least one, encoded at the
+        next iteration. `ids`, the record of the text, stay.
+        """
+        with self._whole.change():
+            self.method.reset()
+            self.num_fed, self._before_edit = 0, None
+            self._tokens = self._new_tokens(ids)
 
     def __iter__(self) -> Iterator[str]:
         self._whole.check()

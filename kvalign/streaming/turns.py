@@ -112,6 +112,27 @@ class Talk:
         num_opening, num_asking = (self.opening_len(goes_on=x) for x in (False, True))
         return [turn + (num_asking if turn else num_opening) for turn in turns]
 
+    def evict_turns(
+        self, turns: Sequence[int], ids: Sequence[int], *, size: int, num_answer: int
+    ) -> tuple[int, list[int]]:
+        """Evict the oldest turns of a conversation, each as a whole, until the last one fits. The
+        last one stays in any case, and so does the opening.
+
+        Args:
+            turns: number of tokens before each that has not been evicted, as of `word_starts`.
+            ids: all tokens of the conversation, its last turn included.
+            size: entries of the cache.
+            num_answer: longest answer in tokens. Room is left for it, up to half the cache.
+
+        Returns:
+            The number of turns that are evicted now, and the tokens that stay.
+        """
+        begins, num_opening = self.word_starts(turns), self.opening_len()
+        room = size - num_opening - min(num_answer, size // 2)
+        fits = (i for i, begin in enumerate(begins) if len(ids) - begin <= room)
+        num = next(fits, len(begins) - 1)
+        return num, [*ids[:num_opening], *ids[begins[num] :]] if num else [*ids]
+
 
 def answer_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The special token that ends an answer in a chat template, or follows it; None without one."""

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.chatting import answers, chat, said
 from helpers.patience import PATIENCE_S
+from helpers.served import serving
 from helpers.tiny_models import tiny_model
 
 import kvalign
@@ -110,6 +111,7 @@ NO_MEMORY = {
     "stale entries": dict(method="streaming-llm"),
     "nothing is kept": dict(method="discard-half"),
     "guesses": dict(lookup=4),
+    "turns go": dict(evict="turns"),
     "a policy": dict(method="kvalign", policy="random"),
     "several at once": dict(method="kvalign", num_evicted="2"),
     "a network": dict(aligner="kvalign-gpt2-mini-network"),
@@ -170,6 +172,50 @@ def test_what_is_kept_never_goes(tmp_path, capsys, loaded):
     assert stream.method.sizes.num_sinks == num and stream.num_evicted
     assert stream.method.cache.index()[:num].tolist() == list(range(num))
     assert "(known" not in capsys.readouterr().err
+
+
+TURNS = ("Who?", "Where? " * 4, "When?", "So?")
+
+
+@pytest.mark.slow
+def test_whole_turns_go_as_in_serve(tmp_path, monkeypatch, capsys, loaded):
+    monkeypatch.chdir(tmp_path)
+    say = [word for turn in TURNS for word in ("--say", turn)]
+    flags = "--model gpt2-mini --cache-size 64 --max-new-tokens 10 --evict turns --json"
+    plain = "--repetition-penalty 1 --temperature 0 --system"
+    chat = ["chat", *flags.split(), *plain.split(), "You know islands."]
+    assert main([*chat, *say]) == 0
+    document = json.loads(capsys.readouterr().out)
+    texts = [one["text"] for one in document["answers"]]
+    gone = [one["num_forgotten_turns"] for one in document["answers"]]
+    assert gone[0] == 0 and gone == sorted(gone) and len({*gone}) > 2
+
+    served, reencoded = [], []
+    messages = [{"role": "system", "content": "You know islands."}]
+    with serving(loaded, cache_size=64, evict="turns") as server, server.client() as client:
+        for turn in TURNS:
+            messages.append({"role": "user", "content": turn})
+            reply = client.chat.completions.create(
+                model="gpt2-mini", messages=messages, temperature=0, max_tokens=10
+            )
+            messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+            served.append(reply.choices[0].message.content)
+            reencoded.append(reply.usage.kvalign["reencoded_tokens"])
+    assert texts == served and not reencoded[0] and any(reencoded)
+
+    one_by_one = []
+    for number, turn in enumerate(TURNS):  # the file keeps --evict turns
+        begin = chat if not number else ["chat", "--json"]
+        assert main([*begin, "--state", "talk", "--say", turn]) == 0
+        one_by_one += answers(capsys)
+    assert one_by_one == texts
+    stream = said("talk", loaded)
+    assert len(stream.ids) > 64 + 10 and stream.method.fill <= 64
+    monkeypatch.setattr("sys.stdin", io.StringIO("/memory\n/reset\n/memory\n"))
+    assert main(["chat", "--state", "talk"]) == 0
+    err = capsys.readouterr().err
+    assert f"(the first {gone[-1]} turns are out of the cache)" in err
+    assert "conversation: 0 turns, 0 tokens" in err and err.count("out of the cache)") == 1
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,7 @@ def test_evicted_tokens_of_a_turn_are_counted(loaded):
         ("/edit 1", {}, "it is /edit N TEXT"),
         ("/forget 4", {}, "has 2 turns, got 4"),
         ("/forget 1", dict(turns=TURNS[:1]), "/reset starts"),
+        ("/forget 1", dict(evict="turns"), "--evict turns"),
         ("/forget 1", dict(method="recompute"), "recompute cannot be edited"),
     ],
 )

@@ -45,6 +45,7 @@ def stored(server, session="a") -> tuple[list[int], Method]:
         dict(method="streaming-llm", num_sinks="3"),
         dict(method="streaming-llm", num_evicted=5),
         dict(method="streaming-llm", policy="key-norm"),
+        dict(method="streaming-llm", evict="turns"),
         dict(method="discard-half"),
         MEMORY,
     ],
@@ -69,7 +70,10 @@ def test_spans_are_what_the_cache_holds(how, loaded):
                 assert method.num_forgotten(num_fed) == num_fed - len(held) - len(aside)
                 continue
             assert not aside
-            if how["method"] == "streaming-llm":
+            if "turns" in how.values():
+                kept = [ids[x] for x in held]
+                assert len(kept) == method.fill and kept[-5:] == ids[-6:-1]
+            elif how["method"] == "streaming-llm":
                 assert held == sorted({*method.cache.index().flatten().tolist()})
             else:
                 assert len(held) == method.fill
@@ -105,7 +109,7 @@ def told(server, text, **how):
 
 
 @pytest.mark.parametrize(
-    "how", [dict(method="streaming-llm"), dict(method="discard-half"), MEMORY], ids=str
+    "how", [dict(method="streaming-llm"), dict(evict="turns"), MEMORY], ids=str
 )
 def test_a_stream_tells_what_is_held_and_taken_back(how, loaded, monkeypatch):
     monkeypatch.setattr("kvalign.app.serve.turn.PAUSE_S", 0)

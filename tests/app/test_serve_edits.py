@@ -72,6 +72,8 @@ def test_edit_needs_a_method_that_can_be_edited(loaded):
     settings = ServeSettings(model="gpt2-mini", method="discard-half", edit=True)
     with pytest.raises(UserError, match="discard-half cannot be edited"):
         Service(settings, loaded)
+    with pytest.raises(UserError, match="--evict turns"):
+        ServeSettings(edit=True, evict="turns")
 
 
 def applied(held, edits):

@@ -9,6 +9,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 from openai.types import completion_create_params as text_params
+from openai.types import responses as theirs
 from openai.types.chat import ChatCompletionContentPartParam as Part
 from openai.types.chat import ChatCompletionMessage, ChatCompletionMessageParam
 from openai.types.chat import ChatCompletionStreamOptionsParam as StreamOptionsParam
@@ -16,9 +17,12 @@ from openai.types.chat import completion_create_params as chat_params
 from openai.types.chat.chat_completion_content_part_refusal_param import (
     ChatCompletionContentPartRefusalParam as RefusalPart,
 )
+from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
+from openai.types.responses.response_input_param import FunctionCallOutput
 
 from kvalign.app.serve.errors import RequestError
-from kvalign.app.serve.messages import REFUSED, Message, TextPart
+from kvalign.app.serve.messages import REFUSED, Item, Message, TextPart, Tool
+from kvalign.app.serve.responses import ResponseRequest
 from kvalign.app.serve.wire import ChatRequest, Completion, StreamOptions, parsed
 
 
@@ -78,6 +82,21 @@ def test_only_a_name_that_no_api_has_is_ignored_and_told(form):
     with pytest.raises(RequestError, match="mirostat is not supported"):
         asked(form, mirostat=2)
     assert asked(form, mirostat=0) == asked(form)
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [
+        (ResponseRequest, ResponseCreateParamsStreaming),
+        (Tool, theirs.FunctionToolParam),
+        (Item, theirs.ResponseFunctionToolCallParam),
+        (Item, theirs.EasyInputMessageParam),
+        (Item, FunctionCallOutput),
+    ],
+)
+def test_each_field_of_responses_has_a_rule(form, kind):
+    read_as = {"type", "name", "arguments", "output", "call_id"} if form is Item else set()
+    assert names(kind) - {*form.model_fields, *form.harmless, *REFUSED, *read_as} == set()
 
 
 @pytest.mark.parametrize("form", [ChatRequest, Completion, Message, StreamOptions])

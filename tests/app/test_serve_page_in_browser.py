@@ -165,3 +165,35 @@ def test_a_conversation_is_saved_and_loaded(visit, loaded, tmp_path):
         (tmp_path / "bad.json").write_text(json.dumps({"turns": [{"text": 1}]}))
         tab.locator("#file").set_input_files(tmp_path / "bad.json")
         tab.locator("#status", has_text="this is no saved conversation").wait_for()
+
+
+def test_two_methods_answer_the_same_words(visit, loaded):
+    """Each as it does alone; a width of 420 has them one below the other."""
+    with serving(loaded, beside="discard-half:64", **SERVED) as server:
+        tab = visit(server)
+        tab.reload()
+        ask(tab, "Who lived there ?")
+        done(tab)
+        tab.get_by_label("beside it: discard-half, cache of 64 entries").check()
+        tab.locator("#seed").fill("5")
+        for text in ("What did the old captain say to his men on the island ?", "And then ?"):
+            ask(tab, text, max_tokens="40")
+            done(tab)
+        assert tab.locator(".answer").count() == 6 and len([x for x in said(tab) if x]) == 5
+        facts = tab.locator(".facts").all_inner_texts()
+        assert "at most 200" in facts[0] and "at most 64" in facts[1]
+        boxes = [tab.locator(".answer").nth(x).bounding_box() for x in (4, 5)]
+        assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] < boxes[1]["x"]
+        texts = said(tab)
+        tab.get_by_label("mark chunks of ten tokens").check()
+        tab.locator(".answer .good, .answer .bad").nth(4).wait_for()
+        assert said(tab) == texts
+        wrong = httpx.post(f"{server.address}/v1/readability", json={"text": 1})
+        assert wrong.status_code == 400
+        assert faults(tab, ALL) == []
+        first = server.service.sessions.known("talk")
+        assert said(tab)[4].strip() == first.answer.strip()
+        tab.set_viewport_size({"width": 420, "height": 800})
+        boxes = [tab.locator(".answer").nth(x).bounding_box() for x in (4, 5)]
+        assert boxes[0]["y"] < boxes[1]["y"]
+        assert tab.evaluate("document.documentElement.scrollWidth") == 420

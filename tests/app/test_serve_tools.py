@@ -12,7 +12,18 @@ import openai
 import pytest
 import torch
 from helpers.served import serving
-from helpers.tool_templates import TEMPLATES, THINKING, TIME, WEATHER, template
+from helpers.tool_templates import (
+    BEGIN,
+    BEGINS,
+    END,
+    ENDS,
+    SEP,
+    TEMPLATES,
+    THINKING,
+    TIME,
+    WEATHER,
+    template,
+)
 from transformers import AddedToken
 
 from kvalign.app.serve.errors import RequestError
@@ -76,6 +87,16 @@ ANSWERS = {
     "one mark each": (
         reading(FORMS["mistral-v11"]),
         '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}[TOOL_CALLS]time[ARGS]{}',
+        ("", "", CALLS),
+    ),
+    "in a frame": (
+        reading(FORMS["deepseek-v3.1"]),
+        f'So:\n{BEGINS}{BEGIN}weather{SEP}{{"city": "Rome"}}{END}{BEGIN}time{SEP}{{}}{END}{ENDS}',
+        ("", "So:", CALLS),
+    ),
+    "functionary": (
+        reading(FORMS["functionary"]),
+        '<function=weather>{"city": "Rome"}</function><function=time>{}</function>',
         ("", "", CALLS),
     ),
     "a draft": (reading(thoughts=THINK), f"<think>\n{DRAFT}</think>\n\n9", (DRAFT, "9", [])),
@@ -314,7 +335,7 @@ def drawn(tokenizer, constraint, num=300):
 
 @pytest.mark.parametrize("is_special", [True, False])
 def test_marks_that_are_tokens_are_written_and_read(form, is_special, loaded):
-    """As Qwen's, Hermes' (not special) and Mistral's are."""
+    """As Qwen's, Hermes' (not special), Mistral's and DeepSeek's are."""
     tokenizer, of = copy.deepcopy(loaded.tokenizer), FORMS[form]
     marks = marks_of(of, THINK)
     tokenizer.add_tokens([AddedToken(x, special=is_special) for x in sorted(marks)])
@@ -411,7 +432,7 @@ def test_a_result_alone_goes_to_the_call_of_the_session(client):
 
 
 def test_thoughts_are_a_field_of_their_own(loaded, monkeypatch):
-    """In chats, streams and sessions; the prompt begins them here."""
+    """In chats, streams, sessions and responses; the prompt begins them here."""
     monkeypatch.setattr(loaded.tokenizer, "chat_template", THINKING["text"])
     served = serving(loaded, cache_size=250)
     with served as one, one.client() as client:
@@ -429,6 +450,16 @@ def test_thoughts_are_a_field_of_their_own(loaded, monkeypatch):
         assert after.usage.prompt_tokens_details.cached_tokens > 0
         called = ask(client, tool_choice="required", tools=[WEATHER]).choices[0].message
         assert called.tool_calls and not hasattr(called, "reasoning_content")
+        asked = dict(model="gpt2-mini", input=ASKED, max_output_tokens=6)
+        response = client.responses.create(**asked)
+        (item,) = response.output
+        assert response.usage.output_tokens_details.reasoning_tokens == 6
+        assert item.type == "reasoning" and item.content[0].text and response.output_text == ""
+        events = [*client.responses.create(**asked, stream=True)]
+        told = "".join(x.delta for x in events if x.type == "response.reasoning_text.delta")
+        assert told and events[-1].response.output[0].content[0].text == told
+        with pytest.raises(openai.BadRequestError, match="logprobs of a model that thinks"):
+            client.responses.create(**asked, top_logprobs=1)
 
 
 def nested(depth):

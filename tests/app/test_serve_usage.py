@@ -58,6 +58,7 @@ def test_a_session_is_the_stream_of_the_conversation(number, name, minis):
             assert usage["kvalign"] == {
                 "evicted_tokens": stream.num_evicted,
                 "forgotten_prompt_tokens": max(0, at_first + sizes.num_recalled - sizes.memory),
+                "reencoded_tokens": 0,
                 "edited_tokens": 0,
             }
             num = usage["kvalign"]["forgotten_prompt_tokens"]

@@ -26,12 +26,13 @@ check("pydantic.main", "matplotlib", "rich")
 
 import kvalign.training
 from kvalign.aligners.kinds import KINDS
+from kvalign.app.cli import completion
 from kvalign.app.commands import train
 from kvalign.data_gen.corpora import SPECS
 from kvalign.data_gen.corpus import PROMPTS
 from kvalign.data_gen.settings import RecordSettings
 from kvalign.methods import METHODS
-assert "kvalign" in METHODS and [*KINDS] and train.all_settings()
+assert "kvalign" in METHODS and [*KINDS] and train.all_settings() and completion.parser()
 assert kvalign.training.train_table.__doc__
 check()
 """

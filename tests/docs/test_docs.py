@@ -198,6 +198,7 @@ def test_site_builds_without_a_warning(site):
     assert not re.search(
         r"<!-- (?!end)\w+ -->", "".join(p.read_text() for p in site.rglob("*.html"))
     )
+    assert "<iframe" in (site / "cache.html").read_text()
     code = (site / "code.html").read_text()
     assert (
         code.count("reference/") > 50 and 'reference/streams.html#kvalign.streaming.loop"' in code

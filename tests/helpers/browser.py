@@ -13,6 +13,7 @@ PATIENCE_MS = 120_000  # on a machine that does other work
 PHONE = dict(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
 CONTRAST = ["color-contrast"]  # what another colour scheme changes
 PAGES = (
+    "test_lanes_in_browser.py",
     "test_report_in_browser.py",
     "test_serve_page_in_browser.py",
 )

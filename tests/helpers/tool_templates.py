@@ -33,10 +33,17 @@ LLAMA_TEMPLATE = """\
 {% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}assistant: {% endif %}"""
+_BAR = "\N{FULLWIDTH VERTICAL LINE}"
+BEGINS, ENDS, BEGIN, SEP, END = (
+    f"<{_BAR}tool▁{name}{_BAR}>"
+    for name in ("calls▁begin", "calls▁end", "call▁begin", "sep", "call▁end")
+)
 NAME = "{{ call.function.name }}"
+ADDED = "{{ '```json\\n' + call.function.arguments + '\\n```' }}"  # fails for a mapping
 TEMPLATES = {
     "hermes": HERMES_TEMPLATE,
     "llama": LLAMA_TEMPLATE,
+    "functionary": template(each(f"<function={NAME}>{{{{ call.function.arguments }}}}</function>")),
     "mistral": template(
         each(
             '{% if call.id | length != 9 %}{{ raise_exception("9") }}{% endif %}'
@@ -47,10 +54,14 @@ TEMPLATES = {
         ),
         result='[TOOL_RESULTS] {"content": {{ m.content }}, "call_id": "{{ m.tool_call_id }}"}\n',
     ),
-    # It takes arguments as text, and fails for a mapping. A text is written unless it is none.
-    "mistral-v11": template(
-        each(f"[TOOL_CALLS]{NAME}{{{{ '[ARGS]' + call.function.arguments }}}}"),
+    "mistral-v11": template(each(f"[TOOL_CALLS]{NAME}[ARGS]{JSON}")),
+    # As DeepSeek-R1's: a text is written beside calls unless it is none.
+    "deepseek-r1": template(
+        each(f"{BEGIN}{{{{ call.type }}}}{SEP}{NAME}\n{ADDED}{END}", BEGINS, ENDS),
         turn="{% if m.content is not none %}" + TURN + "{% endif %}",
+    ),
+    "deepseek-v3.1": template(
+        each(f"{BEGIN}{NAME}{SEP}{{{{ call.function.arguments }}}}{END}", BEGINS, ENDS)
     ),
 }
 # As Qwen3's: only the last answer's thoughts are written; as DeepSeek-R1's: they are in the text,

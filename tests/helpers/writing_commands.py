@@ -251,6 +251,7 @@ COMMANDS = (
         _conversation,
         "Who lived here?\nWhy?\nAnd then?\n",
     ),
+    Command("lanes", "lanes --out out/page.html", ("*.html",), _bytes, refused="already exists"),
     Command(
         "models --fetch",
         f"models --fetch {FETCHED}",

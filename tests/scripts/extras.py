@@ -35,6 +35,7 @@ OF_CUDA = {"kvalign.models.triton_kernel"}
 
 BARE = (
     *(["doctor"], ["models"], ["list"]),
+    ["lanes", "--out", "{place}/lanes.html"],
     ["generate", "--model", "gpt2-mini", "--max-new-tokens", "3", "--prompt", "The"],
 )
 """Commands without an extra."""

@@ -17,10 +17,9 @@ sys.path.append(str(Path(__file__).parents[1]))  # as a script it has its own fo
 
 import kvalign
 from kvalign.aligners import Aligner
+from kvalign.app.commands.lanes import EXAMPLES, record
 from kvalign.cache.sizes import CacheSizes
-from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.eval.drawing import INK, THEME, save
-from kvalign.models.architectures import ModelSpec
 
 ASSETS = Path(__file__).parents[2] / "docs" / "assets"
 SINK, WINDOW, NEW, AWAY, BACK = "#7B61C9", "#1F83C4", "#009E73", "#d8dce0", "#D55E00"
@@ -54,18 +53,17 @@ def legend(axes: Axes, names: dict[str, str]) -> None:
 
 def draw_pass() -> Figure:
     """A step of a full cache: in each slot a token, and the position at which it is seen."""
-    size, token = 7, 14
-    sizes = CacheSizes(cache_size=size, num_sinks=3)
-    cache = StreamingCache(ModelSpec("a picture", "any", "learned", 1, 1, 1, None), sizes)
-    for number in range(token + 1):
-        at = {x: place for place, x in enumerate([*cache.index().tolist(), number])}
-        cache.update(*2 * [torch.full((1, 1, 1, 1), float(number))], 0)
-    held = cache.layers[0].entries.data.keys[0, 0, : size + 1, 0].int().tolist()
+    sizes, token = CacheSizes(cache_size=7, num_sinks=3), 14
+    frame, before = (record("kvalign", sizes)[n] for n in (token, token - 1))
+    at = {entry[0]: entry for entry in frame["seen"]}
+    held = [*before["held"]]
+    gone = next(slot for slot, one in enumerate(held) if one is None or one not in at)
+    held[gone] = token
     colors = [NEW if x == token else SINK if x < 3 else WINDOW for x in held]
     figure, axes = strips(1.75, len(held), 3.1)
     row(axes, 0, [str(n) for n in range(len(held))], ["white"] * len(held), "slot")
     row(axes, 1, [str(x) for x in held], colors, "token of the stream")
-    row(axes, 2, [str(at[x]) for x in held], colors, "position")
+    row(axes, 2, [str(at[x][2]) for x in held], colors, "position")
     legend(axes, {"sink": SINK, "window": WINDOW, "new": NEW})
     return figure
 
@@ -90,10 +88,11 @@ def draw_table() -> Figure:
 
 def draw_memory() -> Figure:
     """A step with a memory: what the cache holds, what left it, and what this step takes back."""
-    token, num_sinks, memory, back = 45, 2, 30, (32, 36)  # queries choose what comes back
-    sizes = CacheSizes(cache_size=8, num_sinks=num_sinks, memory=memory, num_recalled=len(back))
-    first = token - sizes.num_in_sight  # of the window
-    seen, lost = {*range(num_sinks), *range(first, token)}, {*range(first - memory, first)}
+    example = EXAMPLES["with a memory"]
+    token, num_sinks = example["shown"], example["num_sinks"]
+    names = ("cache_size", "num_sinks", "memory", "num_recalled")
+    frame = record(example["method"], CacheSizes(**{name: example[name] for name in names}))[token]
+    seen, back, lost = {x[0] for x in frame["seen"]}, {*frame["back"]}, {*frame["lost"]}
 
     def color(x: int) -> str:
         if x == token:
@@ -105,7 +104,7 @@ def draw_memory() -> Figure:
         return AWAY if x in lost else "white"
 
     figure, axes = strips(1.0, token + 1, 1.1, left=0.2)
-    texts = [str(x) if x in {*seen, *back, token} else "" for x in range(token + 1)]
+    texts = [str(x) if x in seen | back | {token} else "" for x in range(token + 1)]
     row(axes, 0, texts, [*map(color, range(token + 1))])
     for text in axes.texts:
         text.set_fontsize(6)

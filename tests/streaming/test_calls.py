@@ -1,6 +1,7 @@
 """Calls of tools in each form that models were trained on, and what is no call."""
 
 import pytest
+from helpers.tool_templates import SEP
 
 from kvalign.streaming.calls import MOST_DEPTH, Call, calls_in, read_json
 
@@ -18,6 +19,11 @@ CALLS = {
     "a list": '[{"name": "weather", "arguments": @}]',
     "a list that was cut": ' [{"name": "weather", "arguments": @}',
     "mistral v11": "weather[ARGS]@",
+    "functionary": "weather>@",
+    "deepseek r1": f"function{SEP}weather\n```json\n@\n```",
+    "deepseek v3.1": f"weather{SEP}@",
+    "qwen3-coder": "\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n"
+    "<parameter=day>\n3\n</parameter>\n</function>\n",
 }
 
 
@@ -47,7 +53,7 @@ def test_the_rest_of_a_call():
         '{"name": "weather", "arguments": {}, "parameters": {"city": "Rome"}}',
         '[{"name": "time"}, {"name": "unknown"}]',
         '{"name": "time"} and more',
-        "<function=weather><parameter=day>3</parameter></function>",
+        "<function=weather><parameter=day>soon</parameter></function>",
         '{"name": "time", "arguments": ' + '{"a":' * 900 + "1" + "}" * 901,
         '{"name": "time", "arguments": ' + '{"a":' * 90000 + "1" + "}" * 90001,
     ],

@@ -24,7 +24,7 @@ _GROUPS = {
     "results": "out csv keep plot",
     "text": "max_new_tokens do_sample temperature top_k top_p min_p repetition_penalty "
     "repetition_window no_repeat_ngram_size stop_at_end stop_strings seed",
-    "cache": "cache_size cache_sizes num_sinks memory",
+    "cache": "cache_size cache_sizes num_sinks memory evict",
     "method": "method methods aligner policy reference",
     "expert": "num_evicted realign_every num_recent positions num_recalled recall_places "
     "recall_layers cache_dtype weights device compile lookup",
@@ -67,7 +67,7 @@ def parse(cls: type[S], argv: Sequence[str], prog: str, *, has_json: bool = True
     given = {name: arguments[name] for name in fields if arguments[name] is not None}
     path = arguments[_FILE[2:]]
     values = given if path is None else _of_file(Path(path), prog, fields) | given
-    lacking = [name for name, (_, x) in fields.items() if x.default is MISSING]
+    lacking = [name for name, (_, x, _) in fields.items() if x.default is MISSING]
     if missing := [fields[name][0] for name in lacking if name not in values]:
         names = ", ".join(str([*x.option_strings, x.metavar][0]) for x in missing)
         parser.error(f"the following arguments are required: {names}")
@@ -96,22 +96,26 @@ def _of_file(path: Path, prog: str, fields: Collection[str]) -> dict[str, Any]:
 
 
 def add_arguments(
-    parser: argparse.ArgumentParser, cls: type[Settings], *, has_json: bool = True
-) -> dict[str, tuple[argparse.Action, dataclasses.Field]]:
+    parser: argparse.ArgumentParser, *classes: type[Settings], has_json: bool = True
+) -> dict[str, tuple[argparse.Action, dataclasses.Field, Any]]:
     """Add the fields of settings, `--json` and `--debug` to a parser.
 
     Returns:
-        for each field: its action and itself.
+        for each field: its action, itself, and its type without `| None`.
     """
     arguments, groups = {}, {title: parser.add_argument_group(title) for title in _TITLES}
-    fields, hints = dataclasses.fields(cls), typing.get_type_hints(cls)
-    sizes = Counter(_TITLE_OF.get(field.name, _OTHER) for field in fields)
-    for field in fields:
-        name = field.name if field.metadata["positional"] else flag(field.name)
-        title = _TITLE_OF.get(field.name, _OTHER)
-        group = groups[title if sizes[title] > 1 else _OTHER]  # none of a single flag
-        action = group.add_argument(name, **_argument(field, without_none(hints[field.name])))
-        arguments[field.name] = (action, field)
+    names = {field.name for cls in classes for field in dataclasses.fields(cls)}
+    sizes = Counter(_TITLE_OF.get(name, _OTHER) for name in names)
+    for cls in classes:
+        hints = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            if field.name not in arguments:
+                hint = without_none(hints[field.name])
+                name = field.name if field.metadata["positional"] else flag(field.name)
+                title = _TITLE_OF.get(field.name, _OTHER)
+                group = groups[title if sizes[title] > 1 else _OTHER]  # none of a single flag
+                action = group.add_argument(name, **_argument(field, hint))
+                arguments[field.name] = (action, field, hint)
     of_all = groups[_OF_ALL]
     if not parser.add_help:
         of_all.add_argument("-h", "--help", action="help", help="this")

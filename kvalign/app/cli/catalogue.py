@@ -34,6 +34,7 @@ GROUPS = {
     },
     "now and then": {
         **{f"eval {name}": about for name, about in ABOUT.items() if name != _FIRST_EVALUATION},
+        "lanes": "write a page that shows the cache step by step, for any method",
         "compile": "compile a model's step once: later starts are faster",
         "tune-memory": "measure how the memory of a model best gives back entries",
         "gen-data": "record KV caches before and after eviction",

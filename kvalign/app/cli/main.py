@@ -53,6 +53,10 @@ def _on_kill(*_: object) -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may be typed next
+        from kvalign.app.cli.completion import complete
+
+        complete()
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
     if args[:1] == ["--debug"]:

@@ -1,4 +1,4 @@
-"""`kvalign serve`: the OpenAI API. It takes its address at once; who asks meanwhile waits."""
+"""`kvalign serve`: the OpenAI API. It takes its address and answers there while all else loads."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ import errno
 import ipaddress
 import os
 import socket
-from contextlib import nullcontext
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.foundation.errors import UserError
+
+_LARGEST = 2**20  # bytes of a request that are read before it is answered
+_PATIENCE_S = 5
+# What is answered until the model is there: of /health, and in the form of OpenAI's errors.
+LOADING = """{"status": "loading", "error": {"message": "the model is loading", "type": \
+"server_error", "param": null, "code": "loading"}}
+"""
 
 
 def lets_others_in(host: str) -> bool:
@@ -37,6 +47,40 @@ def url_of(host: str, at: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{at.getsockname()[1]}"
 
 
+@contextmanager
+def loading(at: socket.socket) -> Iterator[None]:
+    """Within it each request is answered by 503 and `LOADING`; those that come as it ends wait."""
+
+    class Loading(BaseHTTPRequestHandler):
+        timeout = _PATIENCE_S
+        error_message_format, error_content_type = LOADING, "application/json"
+
+        def do_GET(self) -> None:
+            length = self.headers.get("Content-Length", "")
+            self.rfile.read(min(int(length), _LARGEST) if length.isdecimal() else 0)
+            self.send_error(503)
+
+        do_HEAD = do_POST = do_DELETE = do_OPTIONS = do_GET  # noqa: N815
+
+        def end_headers(self) -> None:
+            self.send_header("Retry-After", "1")
+            super().end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(at.getsockname()[:2], Loading, bind_and_activate=False)
+    server.socket.close()
+    server.socket = at
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        thread.join()
+
+
 def serve(settings: ServeSettings, as_json: bool) -> None:
     from kvalign.foundation.files import locked
 
@@ -51,7 +95,8 @@ def serve(settings: ServeSettings, as_json: bool) -> None:
         )
     lock = locked(settings.sessions) if settings.sessions else nullcontext()
     with listening(settings.host, settings.port) as at, lock:
-        from kvalign.app.serve import server
+        with loading(at):
+            from kvalign.app.serve import server
 
-        app = server.build(settings, settings.load())
+            app = server.build(settings, settings.load())
         server.serve(settings, app, at, url_of(settings.host, at))

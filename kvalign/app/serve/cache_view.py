@@ -4,7 +4,8 @@ stored, so no step waits for it; and while an answer comes, if a request asks fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,13 +37,14 @@ def view(service: Any, name: str, since: int) -> dict[str, Any]:
     """
     session = service.sessions.known(name)
     state, sizes = service.sessions.state(session), service._method_for(session.num_sinks).sizes
+    place = service.place_of(session, sizes, session.num_fed)
     index = [x.flatten() for name, x in state.items() if name.endswith(".index")]
     since = max(since, len(session.ids) - MOST_TEXTS)
     return {
         "id": session.id,
         "object": "session.cache",
         "num_tokens": len(session.ids),
-        **held_in(sizes, session.num_fed, torch.cat(index) if index else None),
+        **place.holds(place.num_before, torch.cat(index) if index else None),
         "num_sinks": sizes.num_sinks,
         "num_bytes": sum(x.nbytes for x in state.values()),
         "since": since,
@@ -50,45 +52,60 @@ def view(service: Any, name: str, since: int) -> dict[str, Any]:
     }
 
 
-def held_in(sizes: CacheSizes, num_fed: int, index: Tensor | None = None) -> dict[str, Any]:
-    """Return what is held of so many tokens, and their numbers: what the next step of a method of
-    these sizes sees, and what that may take back.
-
-    Args:
-        index: tokens of which a head of a layer holds an entry, where heads differ.
+@dataclass(frozen=True)
+class Place:
+    """Place of a stream in its conversation, of which `num_gone` tokens after the first `opening`
+    are not in it: those of evicted turns. An answer begins after `num_before` of its tokens.
     """
-    if index is not None:
-        held, in_memory = _spans_of(index.unique().tolist()), Spans()
-    else:
-        num_sinks = min(sizes.num_sinks, num_fed)
-        first = num_sinks + sizes.num_dropped(num_fed)
-        if sizes.memory and num_fed > sizes.cache_size:
-            first = num_fed - sizes.num_in_sight
-        held = _joined([[0, num_sinks], [first, num_fed]])
-        in_memory = _joined([[max(num_sinks, first - sizes.memory), first]] * bool(sizes.memory))
-    num_held, num_aside = (sum(b - a for a, b in x) for x in (held, in_memory))
-    return {
-        "num_held": num_held,
-        "num_evicted": num_fed - num_held,
-        "num_in_memory": num_aside,
-        "held": held,
-        "in_memory": in_memory,
-    }
+
+    sizes: CacheSizes
+    opening: int
+    num_gone: int
+    num_before: int
+
+    def holds(self, num_fed: int, index: Tensor | None = None) -> dict[str, Any]:
+        """Return what is held of so many tokens of the stream, and their numbers: what its next
+        step sees, and what that may take back.
+
+        Args:
+            index: tokens of which a head of a layer holds an entry, where heads differ.
+        """
+        sizes = self.sizes
+        if index is not None:
+            held, in_memory = _spans_of(index.unique().tolist()), Spans()
+        else:
+            num_sinks = min(sizes.num_sinks, num_fed)
+            first = num_sinks + sizes.num_dropped(num_fed)
+            if sizes.memory and num_fed > sizes.cache_size:
+                first = num_fed - sizes.num_in_sight
+            held = [[0, num_sinks], [first, num_fed]]
+            in_memory = [[max(num_sinks, first - sizes.memory), first]] if sizes.memory else []
+        held, in_memory = (self.in_conversation(x) for x in (held, in_memory))
+        num_held, num_aside = (sum(b - a for a, b in x) for x in (held, in_memory))
+        return {
+            "num_held": num_held,
+            "num_evicted": num_fed + self.num_gone - num_held,
+            "num_in_memory": num_aside,
+            "held": held,
+            "in_memory": in_memory,
+        }
+
+    def in_conversation(self, spans: Spans) -> Spans:
+        """The same of the conversation, spans that touch as one."""
+        begin, by, moved = self.opening, self.num_gone, Spans()
+        for start, stop in spans:
+            for a, b in ((start, min(stop, begin)), (max(start, begin) + by, stop + by)):
+                if a >= b:
+                    continue
+                if moved and moved[-1][1] == a:
+                    moved[-1][1] = b
+                else:
+                    moved.append([a, b])
+        return moved
 
 
 def _spans_of(tokens: Sequence[int]) -> Spans:
-    return _joined([x, x + 1] for x in tokens if x >= 0)
-
-
-def _joined(spans: Iterable[list[int]]) -> Spans:
-    """Spans without the empty ones, those that touch as one."""
-    joined = Spans()
-    for start, stop in spans:
-        if joined and joined[-1][1] == start:
-            joined[-1][1] = stop
-        elif start < stop:
-            joined.append([start, stop])
-    return joined
+    return [[x, x + 1] for x in tokens if x >= 0]
 
 
 class Watch:
@@ -110,7 +127,7 @@ class Watch:
         if self.memory is not None:
             self.memory.watched, self.method.stepper = None, self.stepper
 
-    def recalled(self, row: int) -> list[list[int]]:
+    def recalled(self, row: int, place: Place) -> list[list[int]]:
         """Tokens that a row took back, those first that most heads of all layers did: each with the
         number of these.
         """
@@ -120,4 +137,5 @@ class Watch:
         last = self.method.cache.seen[row] - 1  # type: ignore[attr-defined]
         tokens, nums = (last - torch.cat(ages)).unique(return_counts=True)
         order = nums.argsort(descending=True, stable=True)[:_MOST_RECALLED]
+        tokens = tokens + place.num_gone * (tokens >= place.opening)
         return torch.stack([tokens, nums], 1)[order].tolist()

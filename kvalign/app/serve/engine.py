@@ -50,6 +50,8 @@ class Metrics:
 
 
 log = logging.getLogger(__name__)
+Kind = tuple[str, CacheSizes]
+"""Title and sizes of a method: rows of equal ones share a batch."""
 PART = 512
 GIVE_BACK_S = 10.0
 """Seconds between two returns of freed memory to the system."""
@@ -68,7 +70,7 @@ class Engine(threading.Thread):
         self.max_streams, self.max_queue, self.metrics = max_streams, max_queue, metrics
         self._waiting: deque[Turn] = deque()
         self._feeding: deque[Turn] = deque()
-        self._batches: dict[CacheSizes, Batch[AnswerRow]] = {}  # a batch has equal sizes
+        self._batches: dict[Kind, Batch[AnswerRow]] = {}
         self._wakes, self._is_stopping = threading.Condition(), False
         self.num_rows, self._step_s = 0, 0.0
 
@@ -147,7 +149,7 @@ class Engine(threading.Thread):
 
     def _feed(self) -> None:
         """Feed parts of prompts; complete ones choose their first tokens and join."""
-        by_sizes = defaultdict[CacheSizes, list[tuple[Method, list[AnswerRow]]]](list)
+        by_kind = defaultdict[Kind, list[tuple[Method, list[AnswerRow]]]](list)
         end = time.perf_counter() + self._step_s
         for number in itertools.count():
             if not self._feeding or (number and time.perf_counter() > end):
@@ -172,12 +174,12 @@ class Engine(threading.Thread):
                 if going := [row for row in rows if not row.has_ended()]:
                     if len(rows) > 1:
                         turn.method.select([0] * len(going))
-                    by_sizes[turn.method.sizes].append((turn.method, going))
+                    by_kind[turn.method.title, turn.method.sizes].append((turn.method, going))
             except Exception as error:
                 self._fail([turn], error)
-        for sizes, pairs in by_sizes.items():
+        for kind, pairs in by_kind.items():
             methods = [method for method, _ in pairs]
-            batch = self._batches.setdefault(sizes, Batch(methods[0]))
+            batch = self._batches.setdefault(kind, Batch(methods[0]))
             try:
                 batch.join([row for _, rows in pairs for row in rows], methods)
             except Exception as error:
@@ -210,8 +212,8 @@ class Engine(threading.Thread):
                 seconds = self.metrics.first if is_first else self.metrics.between
                 seconds.observe(now - row.since_s)
                 row.since_s = now
-                if row.tells_cache and (watch or is_first):
-                    row.tell_cache(watch.recalled(i) if watch else [])
+                if row.place is not None and (watch or is_first):
+                    row.tell_cache(row.place, watch.recalled(i, row.place) if watch else [])
         whole = [i for i, row in enumerate(rows) if row.turn.update and row.is_whole]
         states = dict(zip(whole, states_of(method, whole), strict=True))
         for i, row in enumerate(rows):

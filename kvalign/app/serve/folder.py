@@ -19,7 +19,7 @@ from kvalign.streaming.sampling import Sampling
 from kvalign.streaming.stream_file import Digests
 
 log = logging.getLogger(__name__)
-_ID, _OF, _NUMBER = "session", "of_tokens", "number"
+_ID, _TURNS, _OF, _NUMBER = "session", "turns", "of_tokens", "number"
 _NOTES = ("messages_digest", "turn_digest", "request", "fields", "answer", "tools", "finish")
 """Fields of a session that are notes of its file."""
 _SUFFIX = ".safetensors"
@@ -86,7 +86,8 @@ class InFolder(SessionStore):
             raise damaged(session.id)
         self.last += 1
         notes = {name: getattr(session, name) for name in _NOTES}
-        notes |= {_ID: session.id, _OF: _digest(session.ids), _NUMBER: str(self.last)}
+        notes |= {_ID: session.id, _TURNS: ",".join(map(str, session.turns))}
+        notes |= {_OF: _digest(session.ids), _NUMBER: str(self.last)}
         if session.system is not None:
             notes[SYSTEM] = session.system
         checksum = stream_file.save(
@@ -150,6 +151,7 @@ class InFolder(SessionStore):
             raise DamagedError(f"{path} is a copy: it has the session of another file")
         try:
             of = _digest(tensors["ids"])
+            turns = tuple(int(x) for x in saved.notes[_TURNS].split(",") if x)
             number = int(saved.notes[_NUMBER])
             stream_file.check_fits(saved, tensors, method.model)
             method.restore(stream_file.state_of(tensors))
@@ -166,6 +168,7 @@ class InFolder(SessionStore):
             ids=tensors["ids"],
             num_fed=saved.num_fed,
             num_new=saved.num_new,
+            turns=turns,
             checksum=checksum,
             number=number,
         )

@@ -1,9 +1,9 @@
-"""Messages of a conversation and its tools, in the forms of OpenAI's API."""
+"""Messages of a conversation and its tools, in the forms of OpenAI's API: chats and responses."""
 
 import hashlib
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -83,7 +83,7 @@ class RequestPart(BaseModel, extra="forbid", strict=True):
     Attributes:
         harmless: fields that change no token of an answer.
         within: field of the request that has this part.
-        inner: field in which all but the type is.
+        inner: field in which a chat has all but the type, and a response has nothing.
     """
 
     harmless: ClassVar[Collection[str]] = ()
@@ -135,9 +135,9 @@ _MOST_PARTS = 256  # of a message
 
 
 class TextPart(RequestPart):
-    harmless: ClassVar = ("prompt_cache_breakpoint",)
+    harmless: ClassVar = ("prompt_cache_breakpoint", "annotations", "logprobs")
     within = "content"
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
@@ -276,6 +276,49 @@ def matched(messages: Sequence[Message]) -> list[Message]:
         ordered += in_order(several, calls) if is_result and not begins else several
         calls = [(call.id, call.name) for call in several[-1].tool_calls or ()]
     return ordered
+
+
+class Item(Message):
+    """An item of /v1/responses, read as the message that it is."""
+
+    harmless = (*Message.harmless, "id", "status", "phase", "summary", "encrypted_content")
+    within = "input"
+
+    @classmethod
+    def obeyed(cls, values: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
+        values = dict(values)
+        kind = values.pop("type", "message")
+        if kind == "function_call":
+            call: dict[str, Any] = {"type": "function"}
+            call |= {name: values.pop(name) for name in ("name", "arguments") if name in values}
+            call["id"] = values.pop("call_id", None)
+            values |= {"role": "assistant", "content": "", "tool_calls": [call]}
+        elif kind == "function_call_output":
+            values |= {"role": "tool", "content": values.pop("output", None)}
+            values["tool_call_id"] = values.pop("call_id", None)
+        elif kind == "reasoning":
+            parts = values.pop("content", None) or values.pop("summary", None) or []
+            texts = (one["text"] for one in parts if isinstance(one, dict) and "text" in one)
+            thoughts = "\n".join(text for text in texts if isinstance(text, str))
+            values |= {"role": "assistant", "content": "", "reasoning_content": thoughts}
+        elif kind != "message":
+            raise unsupported(f"input: an item of the type {kind!r:.80}", "input")
+        return super().obeyed(values, ignored)
+
+
+def messages_of(items: Iterable[Message]) -> list[Message]:
+    """The messages that items are: the thoughts, the text and the calls of an answer make one."""
+    messages = list[Message]()
+    for role, run in groupby(items, key=lambda message: message.role):
+        several = list(run)
+        calls = [call for message in several for call in message.tool_calls or ()]
+        thoughts = "".join(message.reasoning_content or "" for message in several)
+        if role == "assistant" and (calls or thoughts):
+            content = "".join(message.content for message in several)
+            fields: dict[str, Any] = dict(tool_calls=calls or None, reasoning_content=thoughts)
+            several = [Message(role=role, content=content, **fields)]
+        messages += several
+    return messages
 
 
 class Tool(OfFunction):

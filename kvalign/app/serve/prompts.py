@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.forms import ToolSet
-from kvalign.app.serve.messages import Message, in_order
+from kvalign.app.serve.messages import Message, in_order, unsupported
 from kvalign.app.serve.reading import Reading
 from kvalign.app.serve.sessions import Session, as_read, digest
 from kvalign.app.serve.settings import ServeSettings
@@ -72,12 +72,18 @@ class Prompts:
         tools: ToolSet | None,
     ) -> Tensor:
         """The tokens [T] of messages of a request that continue a session."""
+        for field in ("chat_template_kwargs", "tools"):
+            if getattr(request, field) and self.settings.evict == "turns":
+                raise unsupported(f"{field} with --evict turns", field)
         system = None if session.is_new else session.system  # one of the messages of a new one
         turns = [message.for_template() for message in messages]
         return self.of(self._talk(system, request, tools).ids(turns, goes_on=not session.is_new))
 
-    def _talk(self, system: str | None, request: ChatRequest, tools: ToolSet | None) -> Talk:
-        template, definitions = request.chat_template_kwargs, tools.definitions if tools else None
+    def _talk(
+        self, system: str | None, request: ChatRequest | None = None, tools: ToolSet | None = None
+    ) -> Talk:
+        template = request.chat_template_kwargs if request else None
+        definitions = tools.definitions if tools else None
         return Talk(self.tokenizer, system, self.settings.special_tokens, template, definitions)
 
     def of(self, prompt: str | list[int]) -> Tensor:
@@ -92,6 +98,32 @@ class Prompts:
             what = f"the prompt has {num} tokens, most for a request are {most}: send it in parts"
             raise RequestError(what, param="prompt", code="prompt_too_long")
         return torch.tensor(ids, dtype=torch.int64)
+
+    def whole_turns(
+        self, session: Session, before: Tensor, new: Tensor, num_answer: int
+    ) -> tuple[Session, Tensor | None]:
+        """Evict the oldest turns of a session, as `Talk.evict_turns`, for a new turn [N] after its
+        tokens [T] `before`: the session with it, and the tokens to encode again, if any went.
+        """
+        keeps_turns = self.settings.evict == "turns"
+        turns = (*session.turns, len(before))
+        if session.is_new or not keeps_turns:
+            return replace(session, turns=turns if keeps_turns else ()), None
+        text = torch.cat([before, new])
+        size, talk = self.method.sizes.cache_size, self._talk(session.system)
+        num, rest = talk.evict_turns(turns, text.tolist(), size=size, num_answer=num_answer)
+        return replace(session, turns=turns[num:]), torch.tensor(rest) if num else None
+
+    def num_gone(self, session: Session) -> int:
+        """Number of tokens of evicted turns, which follow the opening."""
+        if not session.turns or not session.turns[0]:
+            return 0
+        first, begin = self._talk(session.system).word_starts((0, session.turns[0]))
+        return begin - first
+
+    def opening_len(self, session: Session) -> int:
+        """Number of tokens before its first turn."""
+        return self._talk(session.system).opening_len()
 
 
 def new_messages(

@@ -81,7 +81,7 @@ class PieceReader:
     def _in_thoughts(self) -> bool:
         thoughts, end, rest = self._tail.partition(self._think[1])
         if not end and not self._is_last:
-            num = _num_sure(self._tail, self._think[1])
+            num = _num_sure(self._tail, [self._think[1]])
             thoughts, rest = self._tail[:num], self._tail[num:]
         elif end or self._is_last:
             thoughts = thoughts.rstrip()
@@ -94,17 +94,20 @@ class PieceReader:
         return bool(end)
 
     def _in_text(self) -> bool:
-        mark, tail = self._form.begin if self._form else "", self._tail
-        start = tail.find(mark) if mark else -1
-        if start < 0:
-            num = len(tail) if self._is_last or not mark else _num_sure(tail, mark)
+        form, tail = self._form, self._tail
+        marks = [x for x in (form.begin, *form.frame) if x] if form else []
+        found = min(((tail.find(x), x) for x in marks if x in tail), default=None)
+        if form is None or found is None:
+            num = len(tail) if self._is_last or not marks else _num_sure(tail, marks)
             text = tail[:num].rstrip() if self._is_last and self._has_calls else tail[:num]
             self._text, self._tail = self._text + text, tail[num:]
             return False
+        start, mark = found
         text = tail[:start].rstrip()
         self._text, self._blank = self._text + text, tail[len(text) : start]
         self._tail = tail[start + len(mark) :]
-        self._opened, self._go_on = mark, self._in_call
+        if mark == form.begin:
+            self._opened, self._go_on = mark, self._in_call
         return True
 
     def _in_call(self) -> bool:
@@ -123,10 +126,11 @@ class PieceReader:
         return True
 
 
-def _num_sure(text: str, mark: str) -> int:
-    """Characters of a text that do not begin a mark, and no blank before one."""
-    starts = range(max(0, len(text) - len(mark) + 1), len(text))
-    may_begin = (i for i in starts if mark.startswith(text[i:]))
+def _num_sure(text: str, marks: Sequence[str]) -> int:
+    """Characters of a text that begin none of some marks, and no blank before one."""
+    longest = max(map(len, marks))
+    starts = range(max(0, len(text) - longest + 1), len(text))
+    may_begin = (i for i in starts if any(mark.startswith(text[i:]) for mark in marks))
     return len(text[: next(may_begin, len(text))].rstrip())
 
 

@@ -18,7 +18,7 @@ from kvalign.app.serve.turn import AnswerPiece, Answers, End, Event, TokenLogpro
 from kvalign.app.serve.wire import Request
 
 HEADERS = WARNING, IGNORED = "X-KVAlign-Warning", "X-KVAlign-Ignored"
-_DISCONNECT, _DONE = "gone", "data: [DONE]\n\n"
+_DISCONNECT = "gone"
 _LONGEST_NAME = 80
 Events = asyncio.Queue[Any]
 
@@ -51,6 +51,7 @@ class TextForm:
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
     opening: ClassVar[dict[str, Any]] = {}  # what a choice says in a chunk before its text
     of_end: ClassVar[dict[str, Any]] = {"text": ""}  # and in its last one
+    last = "data: [DONE]\n\n"
 
     def __init__(self, model: str, request: Request, answers: Answers):
         self.model, self.id, self.answers = model, self.prefix + secrets.token_hex(12), answers
@@ -108,7 +109,7 @@ class TextForm:
         return chunk
 
     def end(self, ends: Sequence[End]) -> str:
-        """The last events of complete answers, before `[DONE]`."""
+        """The last events of complete answers, before `last`."""
         if not self.usage:
             return ""
         return _line(self.document(self.chunk_kind, [], usage=usage_of(self.answers, ends)))
@@ -179,6 +180,7 @@ def usage_of(answers: Answers, ends: Sequence[End]) -> dict[str, Any]:
         "kvalign": {
             "evicted_tokens": answers.num_evicted + sum(end.num_evicted for end in ends),
             "forgotten_prompt_tokens": answers.num_forgotten,
+            "reencoded_tokens": answers.num_reencoded,
             "edited_tokens": answers.num_edited,
         },
     }
@@ -284,7 +286,7 @@ class EventStream(Response):
                 await put(form.end(ends))
             except RequestError as error:
                 await put(form.of_error(error))
-            await put(_DONE, more=False)
+            await put(form.last, more=False)
         except (ClientDisconnect, OSError):  # TimeoutError is one
             pass
         finally:

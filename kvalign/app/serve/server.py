@@ -1,10 +1,8 @@
 """Routes, as an ASGI application, what is checked before them, and the server that listens."""
 
 import asyncio
-import base64
 import contextlib
 import gc
-import hashlib
 import hmac
 import ipaddress
 import socket
@@ -12,25 +10,24 @@ import sys
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvalign.app.pages import rendered
 from kvalign.app.serve import cache_view
-from kvalign.app.serve.engine import Metrics
+from kvalign.app.serve.engine import Engine, Metrics
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.replies import HEADERS, ChatForm, Events, EventStream, TextForm, whole
+from kvalign.app.serve.responses import ResponseForm, ResponseRequest
 from kvalign.app.serve.service import Service
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.turn import Answers, Event
@@ -38,14 +35,18 @@ from kvalign.app.serve.wire import ChatRequest, Completion, parsed
 from kvalign.app.sessions.conversation import of_template
 from kvalign.foundation.errors import UserError
 from kvalign.models.loading import LoadedModel
+from kvalign.streaming.calls import read_json
 
 _READ = ["GET", "HEAD"]
 _CLIENT_LEFT = 499  # what nginx calls a client that has left; nobody reads it
 
 
-def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
-    """The application; its engine runs as long as it does."""
-    service, name = Service(settings, loaded), loaded.spec.name
+def build(settings: ServeSettings, loaded: LoadedModel, engine: Engine | None = None) -> FastAPI:
+    """The application; its engine runs as long as it does. With the engine of another one it is a
+    part of that: it checks no requests, and has no page.
+    """
+    service, name = Service(settings, loaded, engine), loaded.spec.name
+    beside = build(settings.of_beside(), loaded, service.engine) if settings.beside else None
     reader = ThreadPoolExecutor(1, "kvalign-bodies")  # one at a time, beside the event loop
 
     @contextlib.asynccontextmanager
@@ -54,6 +55,8 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
         yield
         reader.shutdown(wait=False)
         await run_in_threadpool(service.stop)
+        if beside is not None:
+            await run_in_threadpool(beside.state.service.stop)
 
     app = FastAPI(lifespan=running, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
@@ -65,7 +68,7 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
 
     async def answer(
         request: Request,
-        kind: type[ChatRequest] | type[Completion],
+        kind: type[ChatRequest] | type[Completion] | type[ResponseRequest],
         form_of: Callable[..., TextForm],
         begin: Callable[..., Answers],
     ) -> Response:
@@ -92,6 +95,10 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
     async def completions(request: Request) -> Response:
         return await answer(request, Completion, TextForm, service.completion)
 
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        return await answer(request, ResponseRequest, ResponseForm, service.chat)
+
     @app.delete("/v1/sessions/{session}")
     async def forget(session: str) -> Response:
         await run_in_threadpool(service.sessions.forget, session)
@@ -111,8 +118,16 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
             )
         return JSONResponse(await run_in_threadpool(cache_view.view, service, session, int(since)))
 
+    @app.post("/v1/readability")
+    async def readability(request: Request) -> Response:
+        body = await _body_of(request, 1000 * settings.max_body_kb, settings.timeout)
+        return JSONResponse({"chunks": await run_in_threadpool(_judged, body)})
+
     model: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "kvalign"}
     model["kvalign"] = cache_view.about(service)
+    if beside is not None:
+        model["kvalign"]["beside"] = cache_view.about(beside.state.service)
+        app.mount("/beside", beside)
 
     @app.api_route("/v1/models", methods=_READ)
     async def models() -> Response:
@@ -123,7 +138,11 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
         check_model(model_id)
         return JSONResponse(model)
 
-    page = None if settings.no_page else _page()
+    page = (
+        None
+        if settings.no_page or engine
+        else rendered("serve", ["serve.js"], fields=FIELDS, kinds=KINDS)
+    )
 
     @app.api_route("/", methods=_READ)
     @app.api_route("/v1", methods=_READ)
@@ -145,6 +164,8 @@ def build(settings: ServeSettings, loaded: LoadedModel) -> FastAPI:
     paths = [getattr(route, "path", "") for route in app.routes]
     for kind in (RequestError, UserError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _answer_to)
+    if engine is not None:
+        return app
     origins = [name.lower() for name in settings.allowed_origins or ()]
     app.add_middleware(
         Guard,
@@ -198,6 +219,21 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await run_in_threadpool(self.service.stop)
         await super().shutdown(sockets)
+
+
+def _judged(body: bytes) -> list[list[int]]:
+    """Chunks of the `text` of a body, by the paper's rule: start, end, whether it is readable."""
+    try:
+        from kvalign.eval.judging import RULES, load_words
+        from kvalign.eval.judging.chunks import chunks
+    except ImportError:
+        raise RequestError("this needs the extra eval: pip install kvalign[eval]", 501) from None
+    try:
+        text = read_json(body.decode())["text"]
+        parts = chunks(text, load_words(), RULES["paper"])
+    except (ValueError, KeyError, TypeError):
+        raise RequestError('the body must be {"text": "..."}', param="text") from None
+    return [[part.start, part.end, int(part.is_readable)] for part in parts]
 
 
 async def _body_of(request: Request, most_bytes: int, timeout: float) -> bytes:
@@ -258,20 +294,6 @@ KINDS = (
     ("new", "the last token, which is fed next"),
 )
 """Kinds of cells of the page's strip, with what they mean."""
-
-
-def _page() -> str:
-    """Source of the page, which loads nothing and runs only its own script."""
-    folder = resources.files("kvalign.app").joinpath("templates")
-    read = (folder.joinpath(f"serve.{end}").read_text("utf-8") for end in ("html", "css", "js"))
-    source, style, script = map(Markup, read)
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    how = dict(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page = Environment(**how).from_string(source)  # type: ignore[arg-type]
-    own = dict(style=style, script=script, script_hash=f"sha256-{digest}")
-    return page.render(**own, fields=FIELDS, kinds=KINDS)
-
-
 OF_PAGE = {"X-Frame-Options": "DENY", "X-Content-Type-Options": "nosniff"}
 
 

@@ -14,13 +14,15 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from kvalign.app.serve.cache_view import Place
 from kvalign.app.serve.engine import Engine, Metrics
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.folder import InFolder
 from kvalign.app.serve.forms import Constraints, ToolSet
-from kvalign.app.serve.messages import Message
+from kvalign.app.serve.messages import Message, unsupported
 from kvalign.app.serve.prompts import RUN, Change, Edits, Prompts, new_messages, session_for
 from kvalign.app.serve.reading import Reading
+from kvalign.app.serve.responses import ResponseRequest
 from kvalign.app.serve.sessions import Session, Sessions, SessionStore, StateDict, digest
 from kvalign.app.serve.settings import ServeSettings
 from kvalign.app.serve.turn import (
@@ -34,6 +36,7 @@ from kvalign.app.serve.turn import (
     Turn,
 )
 from kvalign.app.serve.wire import OF_REQUESTS, ChatRequest, Completion, Request
+from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.foundation.machine import free_bytes
 from kvalign.methods import make_method
@@ -51,9 +54,11 @@ _MOST_BLANK = 8  # methods that are kept ready, one for each length of a system 
 
 
 class Service:
-    """One model, its sessions and its engine; UserError if settings or sessions do not fit."""
+    """One model, its sessions and its engine, or that of another service of the model; UserError if
+    settings or sessions do not fit.
+    """
 
-    def __init__(self, settings: ServeSettings, loaded: LoadedModel):
+    def __init__(self, settings: ServeSettings, loaded: LoadedModel, engine: Engine | None = None):
         settings, self.tokenizer = settings.as_kept(), loaded.tokenizer
         num_sinks = settings.sinks()
         self.defaults = {**talk_defaults(loaded.model), **settings.sampling()}
@@ -76,8 +81,8 @@ class Service:
         self.prompts = Prompts(self.tokenizer, self.method, settings, keeps_opening)
         self.spelled = lru_cache(2**16)(self._spelled)
         self._blank = lru_cache(_MOST_BLANK)(self._make_blank)
-        self.metrics = Metrics()
-        self.engine = Engine(settings.max_streams, settings.max_queue, self.metrics)
+        self.metrics = engine.metrics if engine else Metrics()
+        self.engine = engine or Engine(settings.max_streams, settings.max_queue, self.metrics)
         store = SessionStore()
         if settings.sessions is not None:
             of = Digests.of(self.method, self.tokenizer), self.sampling, settings.keep_unnamed
@@ -85,11 +90,18 @@ class Service:
         unnamed = store if settings.keep_unnamed else SessionStore()
         most = settings.max_sessions, settings.max_unnamed, SHARE * (free_bytes() or math.inf)
         self.sessions = Sessions(store, unnamed, *most)
-        self.metrics.streams.set_function(lambda: self.engine.num_rows)
-        self.metrics.waiting.set_function(lambda: self.engine.num_waiting)
-        self.metrics.sessions.set_function(lambda: len(self.sessions))
+        if engine is None:
+            self.metrics.streams.set_function(lambda: self.engine.num_rows)
+            self.metrics.waiting.set_function(lambda: self.engine.num_waiting)
+            self.metrics.sessions.set_function(lambda: len(self.sessions))
         self._answering = WeakValueDictionary[str, Turn]()
         self._writer = ThreadPoolExecutor(1, "kvalign-sessions")
+
+    def place_of(self, session: Session, sizes: CacheSizes, num_tokens: int) -> Place:
+        """Place of a session's stream, of these sizes, in a conversation of so many tokens."""
+        num_gone = self.prompts.num_gone(session)
+        opening = self.prompts.opening_len(session) if num_gone else 0
+        return Place(sizes, opening, num_gone, num_tokens - num_gone)
 
     def _spelled(self, token: int) -> str:
         """Text of a token alone."""
@@ -115,10 +127,21 @@ class Service:
         self._writer.shutdown()
 
     def chat(self, request: ChatRequest, put: Put) -> Answers:
-        """Answer messages. Of messages that continue a session only the new ones are fed."""
+        """Answer messages. Of messages that continue a session only the new ones are fed.
+
+        A response is in a session of its own or that of an earlier one. One that sends all messages
+        takes up the state of the session that had them, which stays.
+        """
         prompts, tools = self.prompts, ToolSet.of(request, self.tokenizer)
         reading = prompts.reading(request, tools)
         request.messages = [reading.taken_apart(message) for message in request.messages]
+        previous, begun = None, None
+        if isinstance(request, ResponseRequest):
+            if reading.thoughts and request.num_top is not None:
+                raise unsupported("logprobs of a model that thinks", "top_logprobs")
+            previous = request.previous
+            if previous is None:
+                begun = self.sessions.begun(request.messages, request.opening)
         sampling, name = self._sampling(request), request.session
         if request.num_choices > 1:
             if name is not None:
@@ -131,9 +154,19 @@ class Service:
             if request.continue_final_message:
                 pair = _cut(former, request, reading), torch.empty(0, dtype=torch.int64)
                 return self._submit([pair], sampling, request, put, reading, None, [])
-            session = session_for(former, request)
+            session: Session | None = former
+            if former.is_new or previous != len(former.ids) - former.num_new:
+                session = session_for(former, request)
+                if session is not None and previous is not None:
+                    what = "only the last response that a server keeps of a conversation goes on"
+                    code = "previous_response_not_found"
+                    raise RequestError(what, param="previous_response_id", code=code)
             if session is None:
                 return self._again(former, put, reading)
+            start = None
+            if session.is_new and begun and (state := self._state(begun)) is not None:
+                session = replace(begun, id=session.id, state=None, checksum="", number=0)
+                start = state, Edits([], session.num_fed, session.num_fed)
             try:
                 messages = new_messages(session, request, self._last_calls(former, reading))
             except RequestError as error:
@@ -145,8 +178,8 @@ class Service:
             of_request = digest(session.tools, request.messages)[-1]
             session = replace(session, request=of_request, fields=request.fields)
             ids = prompts.of_messages(session, messages, request, tools)
-            is_edit = self.settings.edit and session.is_new
-            start = self._edited(session, ids, former) if is_edit else None
+            if self.settings.edit and session.is_new:
+                start = self._edited(session, ids, former)
             of = reading, tools, messages, start
             return self._submit([(session, ids)], sampling, request, put, *of)
 
@@ -227,12 +260,12 @@ class Service:
         num_before = len(session.ids) - session.num_new
         reading = self._placed(reading, session, session.ids[:num_before])
         answers = Answers(1, reading, num_cached=num_before)
-        method = self._method_for(session.num_sinks)
-        answers.count(method, num_before)
+        method, num_gone = self._method_for(session.num_sinks), self.prompts.num_gone(session)
+        answers.count(method, num_before - num_gone, num_gone)
         self.sessions.release(session)
         put(AnswerPiece(0, session.answer))
         dropped = method.sizes.num_dropped
-        num_evicted = dropped(session.num_fed) - dropped(num_before)
+        num_evicted = dropped(session.num_fed - num_gone) - dropped(num_before - num_gone)
         num_thoughts = reading.num_thoughts(self.tokenizer, session.ids[num_before:].tolist())
         put(End(0, session.finish, session.num_new, num_evicted, num_thoughts))
         return answers
@@ -304,19 +337,30 @@ class Service:
         rules = Rules(sampling, self.tokenizer, ends, put, request.num_top, constraint, reading)
         answers = Answers(len(pairs) * num_choices, reading)
         for number, (session, new) in enumerate(pairs):
-            ids, num_cached = torch.cat([self._goes_on(session), new]), session.num_fed
+            before = self._goes_on(session)
+            assert sampling.max_new_tokens is not None
+            ids, num_cached = torch.cat([before, new]), session.num_fed
+            text = None
+            if len(new):
+                of_turn = before, new, sampling.max_new_tokens
+                session, text = self.prompts.whole_turns(session, *of_turn)
             update = (
                 SessionUpdate(self.sessions, messages, session, ids, self._writer, put)
                 if messages is not None
                 else None
             )
             method = self._method_for(session.num_sinks)
-            answers.count(method, len(ids))
+            place = self.place_of(session, method.sizes, len(ids))
+            num_gone = place.num_gone
+            answers.count(method, len(ids) - num_gone, num_gone)
+            if text is not None:
+                ids, num_cached, start = text, 0, None
+                answers.num_reencoded += max(0, len(text) - len(new))
             numbers = range(number * num_choices, (number + 1) * num_choices)
             rows = [AnswerRow(rules, x, draw, ids, method) for draw, x in enumerate(numbers)]
             if request.stream_options and request.stream_options.include_cache:
                 for row in rows:
-                    row.tells_cache = True
+                    row.place = place
             state, changes = None, list[Change]()
             if start is None:
                 state = self.sessions.state(session) if num_cached else None

@@ -42,6 +42,7 @@ class Session:
     ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [T], all
     num_fed: int = 0  # tokens that its method has been fed
     num_new: int = 0  # tokens of the last answer
+    turns: tuple[int, ...] = ()  # where in `ids` each begins
     state: StateDict | None = None  # after `num_fed`; None: of nothing, or its file has it
     checksum: str = ""  # of its file, if there is one
     number: int = 0  # of its file, higher in what was kept later
@@ -185,6 +186,12 @@ class Sessions:
                 self.store.check_new(name)
             self._busy.add(name)
             return self._by_id.get(name, Session(name))
+
+    def begun(self, messages: Sequence[Message], tools: str = "") -> Session | None:
+        """The idle session of any name with the longest beginning of these messages; None: none."""
+        with self._lock:
+            there = [*self._idle(is_named=False), *self._idle(is_named=True)]
+        return _longest(there, messages, tools)
 
     def most_alike(self, ids: Tensor, num_sinks: int) -> Session | None:
         """The idle unnamed session with these sinks and most tokens [T] in common; None: none."""

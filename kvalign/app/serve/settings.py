@@ -1,9 +1,9 @@
 """Settings of `kvalign serve`."""
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from kvalign.app.sessions.conversation import TalkSettings
 from kvalign.foundation.errors import UserError
@@ -13,7 +13,7 @@ from kvalign.streaming.sampling import Sampling
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings(TalkSettings):
-    """Serve a model behind the OpenAI API: chat and completions.
+    """Serve a model behind the OpenAI API: chat, completions and responses.
 
     Each stream has a cache of fixed size and no end. A request with a `session` (field, or header
     X-Session-Id) continues that session. If neither a request nor a flag sets sampling, the model's
@@ -35,6 +35,11 @@ class ServeSettings(TalkSettings):
     )
     allowed_origins: tuple[str, ...] | None = option(
         None, help="origins of pages that may connect, besides its own: chrome-extension://ID"
+    )
+    beside: str | None = option(
+        None,
+        help="another METHOD, or METHOD:CACHE_SIZE, that streams beside this one: on the page, and "
+        "at /beside/v1; its sessions are in memory",
     )
     no_page: bool = option(False, help="no page at /, where a browser chats and sees the cache")
     sessions: Path | None = option(
@@ -67,6 +72,8 @@ class ServeSettings(TalkSettings):
         super().__post_init__()
         if self.without_key and self.api_key is not None:
             raise UserError("--without-key and a key contradict each other: leave one out")
+        if self.edit and self.evict == "turns":
+            raise UserError("--edit and --evict turns contradict each other: leave one out")
         if self.keep_unnamed and self.sessions is None:
             raise UserError("--keep-unnamed needs a folder: --sessions DIR")
 
@@ -83,3 +90,24 @@ class ServeSettings(TalkSettings):
                 kept = {name: saved.get(name, 0) for name, size in sizes.items() if size is None}
                 return replace(self, **kept)
         return self
+
+    def of_beside(self) -> Self:
+        """Settings of what streams beside, without those that its method does not take; UserError
+        for an unknown method or a wrong size.
+        """
+        from kvalign.methods.registry import AUTO, METHODS
+
+        assert self.beside is not None
+        method, _, size = self.beside.partition(":")
+        if size and not (size.isascii() and size.isdigit()):
+            raise UserError(f"--beside must be METHOD or METHOD:CACHE_SIZE, got {self.beside!r}")
+        other = dict[str, Any](method=method, beside=None, sessions=None, keep_unnamed=False)
+        if size:
+            other["cache_size"] = int(size)
+        if method != AUTO:
+            cls = METHODS.find(method)
+            ignored = (*cls.ignored_settings(), *(() if cls.takes_aligner else ("aligner",)))
+            defaults = {one.name: one.default for one in fields(self)}
+            other |= {name: defaults[name] for name in ignored if name in defaults}
+            other["edit"] = self.edit and cls.takes_policy
+        return replace(self, **other)

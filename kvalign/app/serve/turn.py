@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from kvalign.app.serve.cache_view import held_in
+from kvalign.app.serve.cache_view import Place
 from kvalign.app.serve.errors import RequestError
 from kvalign.app.serve.messages import Message
 from kvalign.app.serve.prompts import Change
@@ -63,14 +63,14 @@ class AnswerRow(Row):
 
     Attributes:
         turn: whose answer it is, once that has begun.
-        tells_cache: whether the request wants to know what is held.
+        place: of its stream in the conversation, if the request wants to know what is held.
         told_s: time at which that was told last.
         failure: why it cannot continue.
         since_s: time of its last token; at first, of the request.
     """
 
     turn: Turn
-    tells_cache = False
+    place: Place | None = None
     told_s = 0.0
 
     def __init__(self, rules: Rules, index: int, draw: int, ids: Tensor, method: Method):
@@ -123,16 +123,15 @@ class AnswerRow(Row):
 
     def is_cache_due(self) -> bool:
         """Return whether the request wants to know what is held after the next token."""
-        return self.tells_cache and time.perf_counter() - self.told_s >= PAUSE_S
+        return self.place is not None and time.perf_counter() - self.told_s >= PAUSE_S
 
-    def tell_cache(self, recalled: list[list[int]]) -> None:
+    def tell_cache(self, place: Place, recalled: list[list[int]]) -> None:
         """Tell what its cache holds, and what its last step took back."""
         if len(self.token_ids) > 1:  # the first has taken nothing back alone: the next is told, too
             self.told_s = time.perf_counter()
-        num_fed = self._num_before + len(self.token_ids) - 1
-        # Of other policies each head has its own.
-        held = held_in(self._sizes, num_fed) if self._sizes.is_oldest else {}
-        view = {"num_tokens": num_fed + 1, **held, "recalled": recalled}
+        num_fed = place.num_before + len(self.token_ids) - 1
+        held = place.holds(num_fed) if self._sizes.is_oldest else {}  # else each head has its own
+        view = {"num_tokens": num_fed + 1 + place.num_gone, **held, "recalled": recalled}
         self.rules.put(AnswerPiece(self.index, "", cache=view))
 
     def fail(self, error: Exception) -> None:
@@ -268,14 +267,15 @@ class Answers:
     num_prompt: int = 0  # tokens before the answers, those of the session included
     num_cached: int = 0  # those of them that were not fed anew
     num_edited: int = 0  # those that were, in places that the client changed before others
+    num_reencoded: int = 0  # those that were, of turns that stay when older ones go
     num_evicted: int = 0  # those that are out of the cache as the answers begin
     num_forgotten: int = 0  # those of these that are in no memory
 
-    def count(self, method: Method, num_fed: int) -> None:
-        """Count a prompt, by its tokens."""
-        self.num_prompt += num_fed
-        self.num_evicted += method.sizes.num_dropped(num_fed)
-        self.num_forgotten += method.num_forgotten(num_fed)
+    def count(self, method: Method, num_fed: int, num_gone: int) -> None:
+        """Count a prompt: tokens fed when the answers begin, and those of evicted turns."""
+        self.num_prompt += num_gone + num_fed
+        self.num_evicted += num_gone + method.sizes.num_dropped(num_fed)
+        self.num_forgotten += num_gone + method.num_forgotten(num_fed)
 
     def cancel(self) -> None:
         for turn in self.turns:

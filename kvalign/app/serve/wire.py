@@ -96,9 +96,10 @@ class Request(RequestPart):
 
 
 # Who answers and how the answer is sent; what is answered, which `sessions.digest` compares; and
-# another name of a field.
+# the other names of fields.
 _NOT_OF_THE_ANSWER = {
     *("model", "session", "stream", "stream_options", "messages", "max_completion_tokens"),
+    *("instructions", "previous_response_id", "max_output_tokens", "store", "metadata", "include"),
 }
 
 

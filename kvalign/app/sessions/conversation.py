@@ -52,6 +52,11 @@ class TalkSettings(StreamSettings):
         help="first entries that are never evicted; system: all before the user's first word; "
         "auto: the same if there is a system prompt, else the method's default",
     )
+    evict: str = option(
+        "entries",
+        help="what a full cache evicts; turns: the oldest turns, and the rest is encoded again",
+        choices=("entries", "turns"),
+    )
     special_tokens: bool = option(
         False, help="special tokens in messages, such as <|im_end|>, act as such, not as plain text"
     )
@@ -74,7 +79,7 @@ class TalkSettings(StreamSettings):
     def stream(self, loaded: LoadedModel, *args: Any, **how: Any) -> TextStream:
         """A new stream as of `StreamSettings`, with the memory that it has where no flag says."""
         stream = super().stream(loaded, *args, **how)
-        if self.memory is not None or self.lookup:
+        if self.memory is not None or self.evict == "turns" or self.lookup:
             return stream
         method = stream.method
         try:
@@ -197,6 +202,8 @@ class Conversation(chat.Chat):
             check_not_locked(settings.state.parent)
             self._checksum = checksum_of(settings.state)
         stream = (_resume if is_resumed else _begin)(settings, loaded)
+        if settings.evict == "turns":
+            stream.notes[chat.EVICT] = settings.evict
         super().__init__(stream, special_tokens=settings.special_tokens)
 
     def answer(self, turn: str | None) -> Iterator[str]:

@@ -8,9 +8,9 @@ const KINDS = ["sink", "window", "evicted", "in the memory", "taken back", "new"
 const count = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
 let key = sessionStorage.getItem("kvalign key") || "";
 let model = null; // of /v1/models
-let chat = null; // {name, system, turns: [{text, answer: {text, finish, note}}], changed}
-let running = false;
-let strip = null;
+let chat = null; // {name, system, turns: [{text, answers: [{text, finish, note}]}], changed}
+let running = 0;
+const strips = []; // by column
 
 function make(tag, className = "", text = "", more = {}) {
   const element = document.createElement(tag);
@@ -29,6 +29,9 @@ function tell(text, isError = false) {
   $("status").textContent = text;
   $("status").classList.toggle("error", isError);
 }
+
+// The columns that answer: of each the beginning of its addresses, and what the server says of it.
+const columns = () => [{ base: "", about: model.kvalign }, ...($("beside").checked && model.kvalign.beside ? [{ base: "/beside", about: model.kvalign.beside }] : [])];
 
 async function api(path, body, method = body ? "POST" : "GET") {
   const headers = { ...(body && { "Content-Type": "application/json" }), ...(key && { Authorization: `Bearer ${key}` }) };
@@ -52,11 +55,15 @@ async function* events(reply) {
   }
 }
 
-function messagesOf(isWhole) {
+// What a column has said: where it has no answer of its own, that of the first one.
+const answerOf = (turn, column) => turn.answers[column] || turn.answers[0];
+
+function messagesOf(column, isWhole) {
   const messages = chat.system ? [{ role: "system", content: chat.system }] : [];
   chat.turns.forEach((turn, i) => {
     messages.push({ role: "user", content: turn.text });
-    if (turn.answer && (isWhole || i < chat.turns.length - 1)) messages.push({ role: "assistant", content: turn.answer.text });
+    const answer = answerOf(turn, column);
+    if (answer && (isWhole || i < chat.turns.length - 1)) messages.push({ role: "assistant", content: answer.text });
   });
   return messages;
 }
@@ -66,13 +73,14 @@ function sampling() {
   return { seed: Math.floor(Math.random() * 2 ** 31), ...Object.fromEntries(values) };
 }
 
-// An answer, which goes on with the last one, or is another.
-async function answer(goesOn) {
-  const turn = chat.turns.at(-1), kept = goesOn ? turn.answer.text : "";
-  const said = (turn.answer = { text: kept, finish: "", note: "" });
-  const shown = document.querySelector("#turns > :last-child .answer .said");
-  if (chat.changed && !model.kvalign.edit) await api(`/v1/sessions/${chat.name}`, null, "DELETE").catch(() => {});
-  const asked = { model: model.id, session: chat.name, messages: messagesOf(goesOn), stream: true, ...sampling() };
+// One answer of one column; it goes on with the last one, or is another.
+async function answer(column, how, goesOn) {
+  const turn = chat.turns.at(-1), { base } = columns()[column], strip = strips[column];
+  const kept = goesOn ? answerOf(turn, column).text : "";
+  const said = (turn.answers[column] = { text: kept, finish: "", note: "" });
+  const shown = document.querySelector(`#turns > :last-child .answers > :nth-child(${column + 1}) .said`);
+  if (chat.changed && !columns()[column].about.edit) await api(`${base}/v1/sessions/${chat.name}`, null, "DELETE").catch(() => {});
+  const asked = { model: model.id, session: chat.name, messages: messagesOf(column, goesOn), stream: true, ...how };
   if (goesOn) {
     asked.messages.at(-1).content = kept;
     asked.continue_final_message = true;
@@ -80,7 +88,7 @@ async function answer(goesOn) {
   asked.stream_options = { include_usage: true, include_cache: $("live").checked };
   let first = 0, usage = null;
   strip.recalled = new Map();
-  for await (const event of events(await api("/v1/chat/completions", asked))) {
+  for await (const event of events(await api(`${base}/v1/chat/completions`, asked))) {
     if (event.error) throw new Error(event.error.message);
     usage = event.usage || usage;
     for (const choice of event.choices) {
@@ -104,40 +112,45 @@ async function answer(goesOn) {
     (said.finish === "length" ? "; cut" : "");
 }
 
+// All columns answer, with the same words and the same seed.
 async function run(goesOn = false, before = null) {
-  const turn = chat.turns.at(-1), former = turn.answer;
-  running = true;
-  if (!goesOn) turn.answer = null;
+  const how = sampling(), turn = chat.turns.at(-1), former = turn.answers;
+  if (!goesOn) turn.answers = [];
+  running = columns().length;
   show();
   tell("Answering …");
-  const error = await answer(goesOn).then(() => null, (error) => error);
-  running = false;
-  if (!error) chat.changed = false;
-  else if (turn.answer?.text) turn.answer.note = "it was not completed";
-  else { // nothing has changed
-    turn.answer = former;
+  const ends = await Promise.allSettled(columns().map((_, column) => answer(column, how, goesOn)));
+  running = 0;
+  const failed = ends.filter((end) => end.status === "rejected").map((end) => end.reason.message);
+  ends.forEach((end, column) => {
+    if (end.status === "rejected" && !turn.answers[column]?.text) delete turn.answers[column];
+    else if (end.status === "rejected") turn.answers[column].note = "it was not completed";
+  });
+  if (!turn.answers.some(Boolean)) { // nothing has changed
+    turn.answers = former;
     if (before !== null) {
       chat.turns.pop();
       $("text").value = before;
     }
-  }
+  } else if (!failed.length) chat.changed = false;
   keep();
   show();
   await look();
-  if (error) tell(error.message, true);
-  else tell(`Answered: ${turn.answer.note}.`);
-  $("heard").textContent = error ? "" : turn.answer.text;
+  if (failed.length) tell([...new Set(failed)].join("; "), true);
+  else tell(`Answered: ${turn.answers[0].note}.`);
+  $("heard").textContent = failed.length ? "" : turn.answers.map((one) => one.text).join(" — ");
   $("text").focus();
 }
 
 function show() {
+  document.body.classList.toggle("two", columns().length > 1);
   $("turns").replaceChildren(...chat.turns.map(showTurn));
   $("turns").scrollTop = $("turns").scrollHeight;
   const last = chat.turns.at(-1), isIdle = !running;
   $("send").disabled = $("again").disabled = $("more").disabled = !isIdle;
   $("stop").hidden = isIdle;
   $("again").disabled ||= !last;
-  $("more").disabled ||= !last || chat.changed || last.answer?.finish !== "length";
+  $("more").disabled ||= !last || chat.changed || !columns().every((_, column) => last.answers[column]?.finish === "length");
   for (const id of ["open", "how"]) for (const field of $(id).querySelectorAll("button, input, textarea")) field.disabled = !isIdle;
 }
 
@@ -148,30 +161,51 @@ function showTurn(turn, number) {
   const under = make("div", "under");
   user.append(make("div", "name", "you"), make("div", "said", turn.text), under);
   under.append(
-    button("Edit", `Edit ${of}`, () => edit(user, turn, of)),
-    button("Forget", `Forget ${of} and its answer`, () => forget(number)),
+    button("Edit", `Edit ${of}`, () => edit(user, turn, "text", turn, of)),
+    button("Forget", `Forget ${of} and its answers`, () => forget(number)),
   );
   if (turn.changed) under.append(make("span", "", "changed: the next answer reads it so"));
-  const said = turn.answer, box = make("div", said?.changed ? "answer changed" : "answer");
-  box.append(make("div", "name", model.id), make("div", "said", said?.text.trimStart() || ""));
-  if (said && !running) {
-    const line = make("div", "under", said.note);
-    line.append(button("Edit", `Edit the answer to ${of}`, () => edit(box, said, `the answer to ${of}`)));
-    box.append(line);
-  }
-  element.append(user, box);
+  const answers = make("div", "answers");
+  columns().forEach(({ about }, column) => {
+    const said = turn.answers[column], one = make("div", said?.changed ? "answer changed" : "answer");
+    one.append(make("div", "name", columns().length > 1 ? about.method : model.id), make("div", "said", said?.text.trimStart() || ""));
+    if (said && !running) {
+      const line = make("div", "under", said.note);
+      line.append(button("Edit", `Edit the answer to ${of}`, () => edit(one, said, "text", said, `the answer to ${of}`)));
+      one.append(line);
+    }
+    answers.append(one);
+    if (said && !running && $("readable").checked) mark(one.querySelector(".said"));
+  });
+  element.append(user, answers);
   return element;
 }
 
-// Change the text of what was said, a message or an answer.
-function edit(element, said, about) {
+// Underline the chunks of an answer: by the rule of `kvalign eval readability`.
+async function mark(element) {
+  const text = element.textContent, letters = [...text];
+  try {
+    const { chunks } = await (await api("/v1/readability", { text })).json();
+    let done = 0;
+    const parts = chunks.flatMap(([start, end, isReadable]) => {
+      const between = letters.slice(done, start).join("");
+      done = end;
+      return [between, make("span", isReadable ? "good" : "bad", letters.slice(start, end).join(""), { title: isReadable ? "readable" : "not readable" })];
+    });
+    element.replaceChildren(...parts, letters.slice(done).join(""));
+  } catch (error) {
+    tell(error.message, true);
+  }
+}
+
+function edit(element, holder, field, marked, about) {
   if (running) return;
-  const area = make("textarea", "", "", { value: said.text, rows: 4 });
+  const area = make("textarea", "", "", { value: holder[field], rows: 4 });
   area.setAttribute("aria-label", `New text of ${about}`);
   const end = (isSaved) => {
-    if (isSaved && area.value.trim() && area.value !== said.text) {
-      said.text = area.value;
-      said.changed = chat.changed = true;
+    if (isSaved && area.value.trim() && area.value !== holder[field]) {
+      holder[field] = area.value;
+      marked.changed = chat.changed = true;
       keep();
       tell("Changed. The next answer reads it so: Send, or Answer again.");
     }
@@ -194,14 +228,14 @@ function forget(number) {
   chat.changed = true;
   keep();
   show();
-  tell(`Message ${number + 1} and its answer are out of the conversation. The next answer does not read them.`);
+  tell(`Message ${number + 1} and its answers are out of the conversation. The next answer does not read them.`);
   $("text").focus();
 }
 
 // Sessions by name: their texts are kept by the browser, their caches by the server.
 function keep() {
   try {
-    if (!chat.changed) for (const turn of chat.turns) for (const one of [turn, turn.answer]) if (one) delete one.changed;
+    if (!chat.changed) for (const turn of chat.turns) for (const one of [turn, ...turn.answers]) if (one) delete one.changed;
     if (chat.turns.length) localStorage.setItem(PREFIX + chat.name, JSON.stringify(chat));
     localStorage.setItem(SETTINGS, JSON.stringify({ last: chat.name, ...Object.fromEntries(SAMPLING.map((id) => [id, $(id).value])) }));
   } catch (error) {
@@ -214,8 +248,8 @@ function keep() {
 // A conversation as it was saved; an Error for anything else.
 function checked(value) {
   const isText = (x) => typeof x === "string";
-  const isAnswer = (x) => !x || (isText(x.text) && isText(x.finish) && isText(x.note));
-  const isTurn = (x) => isText(x.text) && isAnswer(x.answer);
+  const isAnswer = (x) => x === null || (isText(x.text) && isText(x.finish) && isText(x.note));
+  const isTurn = (x) => isText(x.text) && Array.isArray(x.answers) && x.answers.every(isAnswer);
   if (!value || !Array.isArray(value.turns) || !value.turns.every(isTurn) || !isText(value.system) || !isText(value.name)) throw new Error("this is no saved conversation");
   return value;
 }
@@ -229,27 +263,31 @@ async function open(name) {
   show();
   tell(stored ? `Session ${name}: ${count(chat.turns.length, "turn")}.` : `Session ${name} is new.`);
   await look();
-  const known = strip.view;
+  const known = strips[0].view;
   if (!stored && known) tell(`The server knows session ${name} (${count(known.num_tokens, "token")}), but its texts are not here. It goes on.`);
 }
 
 async function look() {
-  strip ||= new Strip(model.kvalign);
-  strip.view = await api(`/v1/sessions/${chat.name}/cache`).then((reply) => reply.json()).catch((error) => {
-    if (error.code !== "session_not_found") tell(error.message, true);
-    return null;
-  });
-  strip.show();
+  await Promise.all(columns().map(async ({ base, about }, column) => {
+    if (!strips[column]) strips[column] = new Strip(column);
+    const strip = strips[column];
+    strip.about = about;
+    strip.view = await api(`${base}/v1/sessions/${chat.name}/cache`).then((reply) => reply.json()).catch((error) => {
+      if (error.code !== "session_not_found") tell(error.message, true);
+      return null;
+    });
+    strip.show();
+  }));
+  strips.forEach((strip, column) => (strip.box.hidden = column >= columns().length));
 }
 
-// The strip of the cache, whose sizes the server tells: a cell a token.
+// The strip of one column: a cell a token.
 class Strip {
-  constructor(about) {
-    this.about = about;
+  constructor(column) {
     this.recalled = new Map();
     this.speed = this.cursor = 0;
     this.box = make("section");
-    this.title = make("h2", "", "", { id: "of-cache" });
+    this.title = make("h2", "", "", { id: `of-cache-${column}` });
     this.facts = make("p", "facts");
     this.frame = make("div", "strip", "", { tabIndex: 0 });
     this.frame.setAttribute("role", "group");
@@ -261,7 +299,7 @@ class Strip {
     this.frame.append(this.canvas);
     this.box.append(this.title, this.facts, this.frame, this.at);
     this.box.setAttribute("aria-labelledby", this.title.id);
-    $("cache").append(this.box);
+    $("caches").append(this.box);
     this.canvas.onpointermove = ({ offsetX, offsetY }) => this.point(Math.floor(offsetY / this.size) * this.width + Math.floor(offsetX / this.size));
     this.frame.onkeydown = (event) => {
       const by = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: this.width, ArrowUp: -this.width, Home: -Infinity, End: Infinity }[event.key];
@@ -293,6 +331,7 @@ class Strip {
   show() {
     this.isWaiting = false;
     const { about, view } = this;
+    if (!about) return;
     this.title.textContent = `Cache: ${about.method}`;
     this.frame.hidden = !view;
     this.facts.textContent = "Empty: nothing has been said in this session.";
@@ -349,7 +388,7 @@ function listen() {
     event.preventDefault();
     const text = $("text").value;
     if (running || !text.trim()) return;
-    chat.turns.push({ text, answer: null });
+    chat.turns.push({ text, answers: [] });
     $("text").value = "";
     run(false, text);
   };
@@ -358,7 +397,7 @@ function listen() {
     event.preventDefault();
     $("ask").requestSubmit();
   };
-  $("stop").onclick = () => api(`/v1/sessions/${chat.name}/stop`, null, "POST").catch(() => {});
+  $("stop").onclick = () => columns().forEach(({ base }) => api(`${base}/v1/sessions/${chat.name}/stop`, null, "POST").catch(() => {}));
   $("again").onclick = () => run();
   $("more").onclick = () => run(true);
   $("open").onsubmit = (event) => {
@@ -372,6 +411,8 @@ function listen() {
     show();
   };
   for (const id of SAMPLING) $(id).onchange = () => ($(id).reportValidity() ? keep() : ($(id).value = ""));
+  $("readable").onchange = show;
+  $("beside").onchange = () => look().then(show);
   $("save").onclick = () => {
     const link = make("a", "", "", { href: URL.createObjectURL(new Blob([JSON.stringify(chat, null, 1)])), download: `${chat.name}.json` });
     link.click();
@@ -391,7 +432,7 @@ function listen() {
   };
   $("remove").onclick = async () => {
     if (!confirm(`Delete session ${chat.name}, here and on the server?`)) return;
-    await api(`/v1/sessions/${chat.name}`, null, "DELETE").catch(() => {});
+    await Promise.allSettled(columns().map(({ base }) => api(`${base}/v1/sessions/${chat.name}`, null, "DELETE")));
     localStorage.removeItem(PREFIX + chat.name);
     open(chat.name);
   };
@@ -411,6 +452,8 @@ async function begin() {
   }
   $("key-form").hidden = true;
   document.title = `${model.id} — KV-Align`;
+  $("of-beside").hidden = !model.kvalign.beside;
+  if (model.kvalign.beside) $("of-beside").querySelector("span").textContent = `beside it: ${model.kvalign.beside.method}`;
   const settings = JSON.parse(localStorage.getItem(SETTINGS) || "{}");
   for (const id of SAMPLING) $(id).value = settings[id] || "";
   $("ask").hidden = false;
