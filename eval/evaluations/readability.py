@@ -40,7 +40,7 @@ from kvalign.eval.protocol.document import document, kept, summary_of
 from kvalign.eval.protocol.tables import grouped, label_of, means
 from kvalign.foundation import progress
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.files import read_text
+from kvalign.foundation.files import read_json, read_text, write_json
 from kvalign.foundation.settings import flag, keywords_of, option
 from kvalign.foundation.statistics import MIN_RUNS, runs_interval
 
@@ -52,14 +52,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-KIND = "eval readability"
+NAME = "readability"
+KIND = f"eval {NAME}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadabilitySettings(ComparisonSettings):
     """Let methods continue prompts, or read finished texts, and judge them: dictionary words in
-    chunks of 10 tokens (the paper's rule), repetition, perplexity under the model itself. The
-    report of a document has readable chunks green and others red, and strips of them.
+    chunks of 10 tokens (the paper's rule), repetition, perplexity under the model itself. With
+    --page the result is a page, too: readable chunks green and others red, and strips of them as
+    PNG and SVG.
 
     Example:
         kvalign eval readability --cache-sizes 32 --max-new-tokens 40
@@ -94,11 +96,16 @@ class ReadabilitySettings(ComparisonSettings):
         help="never repeat an n-gram of this many of the model's tokens, a run each; 0: off",
         at_least=0,
     )
+    page: Path | None = option(
+        None,
+        help="folder for a page, report.html, with its figures and the document",
+        writes="folder",
+    )
     keep: Path | None = KEEP_PARTS
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        idle = self.changed().keys() - {"text", "rule", "out", "csv"}
+        idle = self.changed().keys() - {"text", "rule", "out", "csv", "page"}
         if self.text and idle:
             flags = ", ".join(sorted(map(flag, idle)))
             raise UserError(f"--text judges existing text: {flags} would have no effect")
@@ -112,7 +119,8 @@ class ReadabilitySettings(ComparisonSettings):
 @keywords_of(ReadabilitySettings)
 @progress.shown_as(KIND)
 def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = None) -> Document:
-    """Let every method continue every prompt, and measure the passages; or measure texts.
+    """Let every method continue every prompt, and measure the passages; or measure texts. If `page`
+    names a folder, write a page.
 
     Returns:
         A document with `prompts` (the continued texts), `rule` (name, about), `word_list` (name,
@@ -121,9 +129,21 @@ def readability(settings: ReadabilitySettings, *, loaded: LoadedModel | None = N
         text, its name is the method, and measures that need the model are None or missing.
 
     Raises:
-        UserError: a text that cannot be read.
+        UserError: `page` already has results; a text that cannot be read.
     """
-    return _of_texts(settings) if settings.text else _of_methods(settings, loaded)
+    page, settings = settings.page, dataclasses.replace(settings, page=None)
+    file = page and page / f"{NAME}.json"
+    # The same command again makes what was there, or what a run that was killed has not made.
+    if file and file.exists() and read_json(file).get("command") != settings.command_line(KIND):
+        raise UserError(f"{page} has results of readability already: name another --page")
+    document = _of_texts(settings) if settings.text else _of_methods(settings, loaded)
+    if page and file:
+        from kvalign.eval.report.page import write_report
+
+        page.mkdir(parents=True, exist_ok=True)
+        write_json(file, document)
+        write_report(page)
+    return document
 
 
 def _of_texts(settings: ReadabilitySettings) -> Document:
@@ -317,13 +337,15 @@ class Readability(Evaluation):
         return panels
 
     def show(self, document: Document, settings: ReadabilitySettings) -> None:
-        """Passages in colour, if a terminal shows them; the tables."""
-        from kvalign.eval.report.page import print_passages
+        """Passages in colour, if a terminal shows them; the tables; the place of the page."""
+        from kvalign.eval.report.page import PAGE, print_passages
         from kvalign.foundation.console import console_for
 
         if (console := console_for()).is_terminal:
             print_passages(self.panels(document), console)
         super().show(document, settings)
+        if settings.page:
+            print(f"report: {settings.page / PAGE}")
 
 
 def setting_of(ngram: int | None) -> str:

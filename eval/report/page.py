@@ -4,6 +4,8 @@ nothing and runs only its own script; text from models and users is data.
 
 import base64
 import hashlib
+import re
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from rich.text import Text
 
 from kvalign.eval.drawing import inline_legend, inline_svg, save
 from kvalign.eval.protocol.data import Panel, Section
-from kvalign.eval.protocol.tables import csv_of, print_tables
+from kvalign.eval.protocol.tables import ARROWS, csv_of, print_tables
 from kvalign.eval.report import Results, read
 from kvalign.eval.report.contents import MEANS, first_screens, panels, sections
 from kvalign.foundation.console import console_for
@@ -25,6 +27,7 @@ from kvalign.methods.registry import METHODS
 
 PAGE = "report.html"
 _PIPE_WIDTH = 168  # columns of a report in a file or a pipe
+_UNSAFE = re.compile("[&%$#_{}]")  # in LaTeX
 
 
 def write_report(folder: str | Path) -> Path:
@@ -102,6 +105,29 @@ def show(folder: Path, console: Console | None = None) -> None:
             console.rule(Text(section.title))
         print_tables(section.tables, console)
     print_passages(panels(results), console, as_strips=True)
+
+
+def print_as(form: str, folder: Path) -> None:
+    """Print all tables of a folder in Markdown or LaTeX, for a page or a paper."""
+    from pandas import DataFrame
+
+    results = read(folder)
+    verdicts = [one.verdicts for one in first_screens(results) if one.verdicts]
+    titled = [
+        replace(t, title=f"{s.title}: {t.title}") for s in sections(results) for t in s.tables
+    ]
+    for table in [*verdicts, *titled]:
+        titles = [column.title + ARROWS[column.better] for column in table.columns]
+        lines = [[escape_controls(entry.line) for entry in row] for row in table.rows]
+        if form == "latex":
+            caption = _UNSAFE.sub(r"\\\g<0>", table.title)
+            frame = DataFrame(lines, columns=titles)
+            print(frame.to_latex(index=False, escape=True, caption=caption))
+            continue
+        print(f"**{table.title}**\n")
+        cells = ([text.replace("|", r"\|") for text in row] for row in [titles, *lines])
+        head, *others = (f"| {' | '.join(row)} |" for row in cells)
+        print(head, f"|{' --- |' * len(titles)}", *others, "", sep="\n")
 
 
 def print_passages(panels: list[Panel], console: Console, *, as_strips: bool = False) -> None:

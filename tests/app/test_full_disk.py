@@ -25,6 +25,7 @@ COMMANDS = {
     "report": "report results",
     "kept losses": f"{PERPLEXITY} --keep o",
     "a plot": f"{PERPLEXITY} --plot o/plot.png",
+    "a page": "eval readability --methods window --cache-sizes 16 --max-new-tokens 20 --page o",
     "a suite": "eval run suite.yaml --out o",
     "a recording": "gen-data --num-tokens 600 --chunk-len 64 --out o",
     "a memory": "chat --model llama-mini --state o/talk.safetensors --say Hi --max-new-tokens 9 "
@@ -65,7 +66,7 @@ def read_only():
         yield
 
 
-SLOW = ("a suite", "a recording")
+SLOW = ("a page", "a suite", "a recording")
 NAMES = [pytest.param(x, marks=pytest.mark.slow if x in SLOW else ()) for x in COMMANDS]
 
 

@@ -43,8 +43,13 @@ def test_a_file_of_others_is_refused_in_a_line(text, message, tmp_path):
 
 def test_what_is_required_may_stand_in_the_file(tmp_path, capsys):
     folder = write_folder(tmp_path / "results")
-    (tmp_path / "run.yaml").write_text(f"folder: {folder}\nterminal: true\n")
+    (tmp_path / "run.yaml").write_text(f"folder: {folder}\ntables: latex\n")
     assert main(["report", "--settings", str(tmp_path / "run.yaml")]) == 0
-    assert "Verdicts" in capsys.readouterr().out
+    assert r"\begin{tabular}" in capsys.readouterr().out
     assert main(["report"]) == 2
     assert "required: FOLDER" in capsys.readouterr().err
+    assert main(["report", str(folder), "--tables", "markdown"]) == 0
+    _, head, rule, *lines = (x for x in capsys.readouterr().out.splitlines() if x)
+    titles = [line for line in lines if line.startswith("**")]
+    assert len(set(titles)) == len(titles) and any("Recall slices: " in one for one in titles)
+    assert head.startswith("| method |") and rule.startswith("| --- |")

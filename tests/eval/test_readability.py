@@ -46,7 +46,7 @@ def test_passages_are_what_generate_writes(capsys):
 
 @pytest.mark.slow
 def test_runs_with_other_seeds_give_an_interval(capsys, tmp_path):
-    """Each is what its seed alone writes; the report shows those of the first."""
+    """Each is what its seed alone writes; the page shows those of the first."""
     shallow = first_layers(load_model("gpt2-mini"), 2)
     for part in (shallow.model, shallow.tokenizer):
         part.save_pretrained(tmp_path)
@@ -73,24 +73,31 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_its_report_has_strips_and_rules(folder, capsys):
+def test_page_is_written_with_its_document(folder, capsys):
     argv = ["eval", "readability", "--methods", "window", "--cache-sizes", "24"]
-    argv += ["--max-new-tokens", "4", "--out", "new/readability.json"]
-    assert main(argv) == 0 and main(["report", "new"]) == 0
-    assert capsys.readouterr().out.endswith("report: new/report.html\n")
-    for ending in ("png", "svg"):
-        assert Path(f"new/plots/readability-C24-prompt1.{ending}").exists()
-    page = Path("new/report.html").read_text(encoding="utf-8")
-    assert "no repeated 2-gram" in page and "repetition allowed" in page and SHA256 in page
+    argv += ["--max-new-tokens", "4"]
+    for _ in range(2):  # as if it had been killed
+        assert main([*argv, "--page", "new"]) == 0
+        assert capsys.readouterr().out.endswith("report: new/report.html\n")
+        names = {str(path.relative_to("new")) for path in Path("new").rglob("*.*")}
+        drawn = {f"plots/readability-C24-prompt1.{ending}" for ending in ("png", "svg")}
+        assert names == {"readability.json", "report.html", *drawn}
+        page = Path("new/report.html").read_text(encoding="utf-8")
+        assert "no repeated 2-gram" in page and "repetition allowed" in page and SHA256 in page
+        Path("new/report.html").unlink()
+    assert main([*argv, "--page", "new", "--seed", "1"]) == 2
+    assert "new has results of readability already" in capsys.readouterr().err
+    document = json.loads(Path("new/readability.json").read_text(encoding="utf-8"))
+    assert document["command"] == f"kvalign {shlex.join(argv)}"
+    assert run_json(capsys, *argv, "--json")["rows"] == document["rows"]
 
 
 def test_texts_of_any_program(folder, capsys):
     argv = ["eval", "readability", "--rule", "authors", "--text", "good.txt,bad.txt"]
-    found = run_json(capsys, *argv, "--json")
+    found = run_json(capsys, *argv, "--json", "--page", "mine")
     of_texts = {"model": None, "text": ["good.txt", "bad.txt"], "rule": "authors"}
     assert found["settings"] == of_texts
     assert found["command"] == f"kvalign {shlex.join(argv)}" and "torch" not in found["environment"]
-    assert main([*argv, "--out", "mine/readability.json"]) == main(["report", "mine"]) == 0
     words = load_words()
     for row, name in zip(found["rows"], ("good.txt", "bad.txt"), strict=True):
         judgement = judged(Path(name).read_text(encoding="utf-8"), words, RULES["authors"])

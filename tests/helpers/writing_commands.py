@@ -229,10 +229,10 @@ COMMANDS = (
     Command(
         "eval readability",
         "eval readability --methods window,recompute --cache-sizes 32 --max-new-tokens 40 "
-        "--out out/readability.json",
-        ("readability.json",),
+        "--page out",
+        ("readability.json", "report.html", "plots/*.png"),
         _evaluated,
-        rewritten=("readability.json",),
+        rewritten=("readability.json", "report.html", "plots/*.png"),
     ),
     Command(
         "report",

@@ -21,7 +21,7 @@ from kvalign.foundation.settings import Settings, flag, without_none
 WIDTH = 80
 _OTHER = "flags"
 _GROUPS = {
-    "results": "out csv keep plot",
+    "results": "out csv keep plot page open",
     "text": "max_new_tokens do_sample temperature top_k top_p min_p repetition_penalty "
     "repetition_window no_repeat_ngram_size stop_at_end stop_strings seed",
     "cache": "cache_size cache_sizes num_sinks memory evict",

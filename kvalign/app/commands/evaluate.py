@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvalign.eval.protocol import Evaluation
     from kvalign.eval.protocol.data import Document
 
-_WRITTEN = ("plot", "keep", "out", "csv")  # settings that name a file or a folder
+_WRITTEN = ("plot", "keep", "out", "csv", "page")  # settings that name a file or a folder
 
 
 def evaluate(evaluation: Evaluation, settings: Any, as_json: bool) -> Document:
@@ -38,9 +38,17 @@ class ReportSettings(Settings):
     terminal: bool = option(
         False, help="show the results in the terminal instead of writing the page"
     )
+    tables: str | None = option(
+        None, choices=("markdown", "latex"), help="print the tables in this form instead"
+    )
 
 
 def report(settings: ReportSettings, as_json: bool) -> dict[str, Any] | None:
+    if settings.tables:
+        from kvalign.eval.report.page import print_as
+
+        print_as(settings.tables, settings.folder)
+        return None
     if settings.terminal:
         from kvalign.eval.report.page import show
 
