@@ -27,6 +27,7 @@ from kvalign.models.attention import bloom_mask, install, mark, own_mask
 SEGMENT_LEN = 512  # tokens of a forward pass
 BLOCK_LEN = 64  # queries whose scores are made at once: few see what another does not
 SEGMENT_ON_GPU, BLOCK_ON_GPU = 4096, 512  # there each call takes time, however little it does
+PART_LEN = 128  # most queries before which a memory takes in their tokens
 
 
 @dataclass(eq=False)
@@ -83,6 +84,7 @@ class Segment(Pass):
 
     def _make_sights(self, num_recalled: int) -> list[Sight]:
         length = BLOCK_LEN if self.device.type == "cpu" else BLOCK_ON_GPU
+        length = min(length, PART_LEN) if num_recalled else length
         starts = range(0, self.num_new, length)
         sights = [self.sight(x, min(x + length, self.num_new), num_recalled) for x in starts]
         for before, sight in pairwise(sights):  # what is made of places is made once

@@ -136,15 +136,15 @@ class Memories(Part):
 
     def prepare(self, step: Pass) -> None:
         """Prepare what a pass of one token a row asks for: for a step that is compiled."""
-        if (sight := self._sight_of(step)).has_lost:
+        if (sight := self._last_sight(step)).has_lost:
             batch = self.recall.batch_of(step, sight)
             if self._first is not None and self._first.sketch is not None:
                 self.recall.prepare()
             for i in self.of.keys() & self.recall.layer_bias.keys():
                 self.of[i].prepare(batch)
 
-    def _sight_of(self, step: Pass) -> Sight:
-        return step.sights(self.sizes.num_recalled or 0)[0]
+    def _last_sight(self, step: Pass) -> Sight:
+        return step.sights(self.sizes.num_recalled or 0)[-1]
 
     def _put_newest(self, layer: WindowLayer, seen: list[int], num: int, at: Tensor) -> None:
         """Take in the window's newest entries: those of `num` tokens of each row after `seen`, at
@@ -167,17 +167,20 @@ class Memories(Part):
         """
         if layer.layer_idx not in self._storing:
             return None
-        # 1. Tokens that come together are taken in at once, single ones some time later.
-        memory = self._of_layer(layer)
+        # 1. Single tokens are taken in some time later; others at once, if no query will ask.
+        memory, waiting = self._of_layer(layer), None
+        is_asked = (step.is_single or step.is_segment) and not self.finds_none(step)
+        is_asked = is_asked and layer.layer_idx in self.recall.layer_bias
         if not step.is_single:
             if step.is_segment:
                 new = in_frame(layer, step, new)
-            memory.write(step.seen, layer.without_position(step, new, self.recall.placer))
-        # 2. The rest is for its queries to say, once anything is lost.
-        is_asked = step.is_segment or (step.is_single and not self.finds_none(step))
-        if layer.layer_idx not in self.recall.layer_bias or not is_asked:
-            return None
-        return partial(self._recall, layer.layer_idx, step)
+            new = layer.without_position(step, new, self.recall.placer)
+            if is_asked:
+                memory.seen, waiting = [*step.seen], new
+            else:
+                memory.write(step.seen, new)
+        # 2. The rest is for its queries to say.
+        return partial(self._recall, layer.layer_idx, step, waiting) if is_asked else None
 
     def _of_layer(self, layer: WindowLayer) -> Memory:
         if layer.layer_idx not in self.of:
@@ -198,13 +201,19 @@ class Memories(Part):
             )
         return self.of[layer.layer_idx]
 
-    def _recall(self, layer: int, step: Pass, sight: Sight, query: Tensor) -> Recalled:
+    def _recall(
+        self, layer: int, step: Pass, waiting: KV | None, sight: Sight, query: Tensor
+    ) -> Recalled:
         """Return what the scaled queries [B, H, G, T, D] of a sight take back, each as it would
-        alone.
+        alone; of a segment, whose entries are waiting, once those up to there are taken in.
         """
+        memory = self.of[layer]
+        if waiting is not None:
+            first = memory.seen[0] - step.seen[0]
+            memory.write(memory.seen, waiting.slots(first, sight.queries.stop - first))
         batch = self.recall.batch_of(step, sight)
         queries = self.recall.rotate_queries(query.float(), batch)
-        memory, placing = self.of[layer], self.recall.placing(layer, queries, batch)
+        placing = self.recall.placing(layer, queries, batch)
         if memory.sketch is None:
             placing = None
         if self.watched is not None or placing is None:
@@ -226,13 +235,13 @@ class Memories(Part):
         """
         return (
             self._first is not None
-            and (sight := self._sight_of(step)).has_lost
+            and (sight := self._last_sight(step)).has_lost
             and self._first.prepare(self.recall.batch_of(step, sight)).are_many
         )
 
     def finds_none(self, step: Pass) -> bool:
-        """Return whether no window has lost anything that one token a row could ask for."""
-        return not self._sight_of(step).has_lost
+        """Return whether no window has lost anything that a query could ask for."""
+        return not self._last_sight(step).has_lost
 
     def reset(self) -> None:
         """Let go of all entries."""

@@ -28,7 +28,7 @@ from kvalign.aligners.entries import KV, cat
 from kvalign.cache.attention import Recalled
 from kvalign.cache.layer import Form
 from kvalign.cache.passes import HOST
-from kvalign.cache.segments import SEGMENT_LEN
+from kvalign.cache.segments import PART_LEN
 from kvalign.cache.sizes import CacheSizes
 from kvalign.memory.recall import EvictedSlots, Matches, QueryBatch
 from kvalign.memory.recall_places import RecallPlaces
@@ -87,7 +87,7 @@ class Memory:
         self.form, self.places, self.device = form, places, device
         self.is_searched, self.patience, self.grows = is_searched, patience, grows
         self.sizes, self.alike = places.sizes, places.alike
-        # A segment is written before its first query looks for what its last tokens overwrite.
+        # A part of a segment is written before its first query looks for what its last overwrites.
         self.most = most_slots(self.sizes)
         like = like.map(lambda x: x[:, :, :0].to(device))
         self.seen = [0] * len(like.keys)
@@ -380,7 +380,7 @@ def _factors(num: int, device: torch.device) -> Tensor:
 
 def most_slots(sizes: CacheSizes) -> int:
     """Slots of a memory that is full."""
-    return _whole(sizes.memory + sizes.num_in_sight + SEGMENT_LEN)
+    return _whole(sizes.memory + sizes.num_in_sight + PART_LEN)
 
 
 def _whole(num: int) -> int:

@@ -209,7 +209,7 @@ class Recall:
         seen = seen[:, None]
         if step.is_segment:
             seen = seen + torch.arange(sight.queries.start, sight.queries.stop)
-            end, least = end + step.num_new, least + sight.queries.start
+            end, least = end + sight.queries.stop, least + sight.queries.start
             positions = step.model_positions[0, sight.queries]
         else:
             rows = slice(1 if len(set(step.positions)) == 1 else None)

@@ -208,13 +208,8 @@ class Cached(Method):
         from kvalign.cache import segments
 
         self._before_edit = None
-        # A memory has room for one segment beside what it keeps.
-        *firsts, last = ids.split(segments.SEGMENT_LEN, 1) if self.sizes.memory else [ids]
         with self.in_eval_mode(), self.cache.changing():
-            read, cache, model = segments.feed, self.cache, self.model
-            logits = [read(cache, model, part, logits_to_keep) for part in firsts]
-            logits.append(read(cache, model, last, logits_to_keep, num_ahead))
-        return torch.cat(logits, 1)[:, -logits_to_keep:] if firsts else logits[0]
+            return segments.feed(self.cache, self.model, ids, logits_to_keep, num_ahead)
 
     def _fits_at_once(self, num_tokens: int) -> bool:
         """Return whether one pass of the model's own attention is enough: nothing is evicted

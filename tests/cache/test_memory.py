@@ -116,7 +116,7 @@ def test_our_kernel_reads_few_blocks_of_a_memory_in_order(parts, by_age):
     """Of a ring that is overwritten, of a memory whose entries come in other parts, and of one that
     is restored.
     """
-    num, sizes = 13_698, CacheSizes(cache_size=60, num_sinks=4, memory=9000, num_recalled=16)
+    num, sizes = 13_314, CacheSizes(cache_size=60, num_sinks=4, memory=9000, num_recalled=16)
     places = RecallPlaces(sizes, 8000, by_age, is_free=by_age)
     rng = torch.Generator().manual_seed(0)
     centers = torch.randn(2, 100, 32, generator=rng)
@@ -176,14 +176,14 @@ def test_our_kernel_refuses_pages_of_another_length(monkeypatch):
 def test_what_comes_from_a_page_that_is_partly_forgotten_is_in_the_order_of_time():
     sizes = CacheSizes(cache_size=60, num_sinks=4, memory=4096, num_recalled=16)
     places, rng = RecallPlaces(sizes, 8000, by_age=True, is_free=True), torch.Generator()
-    held = KV(*(torch.randn(1, 2, 4400, 32, generator=rng.manual_seed(i)) for i in range(2)))
+    held = KV(*(torch.randn(1, 2, 4250, 32, generator=rng.manual_seed(i)) for i in range(2)))
     memory = Memory(held, FLOATS, places)
     memory.write([sizes.num_sinks], held)
     assert memory.sketch.is_ordered.tolist() == [[True, False]]
-    seen = torch.full((1, 9), 4400 + sizes.num_sinks)
+    seen = torch.full((1, 9), 4250 + sizes.num_sinks)
     queries = torch.randn(1, 2, 1, 9, 32, generator=rng)
     found = memory.find(queries, QueryBatch(places, seen, seen[0, :1], int(seen.min())))
-    assert found.visible.all() and (found.ages.diff() < 0).all() and (found.ages > 2352).any()
+    assert found.visible.all() and (found.ages.diff() < 0).all() and (found.ages > 2202).any()
 
 
 @pytest.mark.skipif(not kernel.is_here(), reason="no AVX2, or no compiler")

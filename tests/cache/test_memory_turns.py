@@ -118,7 +118,7 @@ def test_a_ring_that_turns_gives_what_a_longer_one_gives(kind, read, way, monkey
     aligner = {"aligner": tables(model, 0.3)} if kind == "gpt2" else {}
     for spare in (512, 8):
         for module in ("cache.segments", "memory.memory"):
-            monkeypatch.setattr(f"kvalign.{module}.SEGMENT_LEN", spare)
+            monkeypatch.setattr(f"kvalign.{module}.PART_LEN", spare)
         method = make_method("kvalign" if aligner else "streaming-llm", model, **sizes, **aligner)
         logits.append([])
         for part in ids.split(60, 1):

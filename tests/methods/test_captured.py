@@ -128,7 +128,7 @@ def memory_on_card(monkeypatch):
 @torch.no_grad()
 def test_a_cache_that_fills_is_captured(kind, memory_on_card, monkeypatch):
     """Its slots without an entry are hidden; queries of a memory must find all they take back."""
-    monkeypatch.setattr("kvalign.memory.memory.SEGMENT_LEN", 7)  # which is the spare room of slots
+    monkeypatch.setattr("kvalign.memory.memory.PART_LEN", 7)  # which is the spare room of slots
     (eager, found), recorder, _ = side_by_side(kind, 6, 54)
     torch.testing.assert_close(torch.stack(found), torch.stack(eager), atol=1e-4, rtol=1e-4)
     assert recorder.num == 2 and recorder.num_made >= (16 if "memory" in kind else 50)

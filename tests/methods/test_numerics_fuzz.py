@@ -75,8 +75,9 @@ def test_it_is_the_plain_loop(numbers, kind, models, monkeypatch):
     wrong = []
     for number in numbers:
         # A half of segments, and of frames, is short; and of memories, which turn then.
+        monkeypatch.setattr("kvalign.cache.segments.SEGMENT_LEN", (7, 512)[number % 2])
         for name in ("cache.segments", "memory.memory"):
-            monkeypatch.setattr(f"kvalign.{name}.SEGMENT_LEN", (7, 512)[number % 2])
+            monkeypatch.setattr(f"kvalign.{name}.PART_LEN", (7, 128)[number % 2])
         monkeypatch.setattr("kvalign.cache.realigner.LONG_RUN", (1, 256)[number // 2 % 2])
         case = RandomStream(kind, models, f"{SEED} {kind} {number}")
         try:
