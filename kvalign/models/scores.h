@@ -134,8 +134,8 @@ void scores(const std::vector<Asked<VECTORS>>& all, Stored<VECTORS> keys, const 
 template <int VECTORS>
 struct Together {
   static constexpr int64_t dim = 16 * VECTORS;
-  static constexpr int ROWS = 6;             // queries whose sums are in registers
-  std::vector<float> queries, added;         // [rows / ROWS, D, ROWS], [rows]
+  static constexpr int ROWS = 6;      // queries whose sums are in registers
+  std::vector<float> queries, added;  // [rows / ROWS, D, ROWS], [rows]
 
   void begin() { queries.clear(), added.clear(); }
 
@@ -149,8 +149,8 @@ struct Together {
   // Those of 16 keys, one behind another: for each `group` queries the greatest, if it is more than `out` has there, so
   // far from those of the group before.
   void scores(Stored<VECTORS> keys, int64_t group, float* out, int64_t stride) const {
-    float room[dim], part[16 * dim], numbers[16 * dim];  // 16 of each number
-    for (int64_t j = 0; j < 16; j++) std::memcpy(&part[j * dim], keys.read(j, room), sizeof room);
+    float part[16 * dim], numbers[16 * dim];  // 16 of each number
+    for (int64_t j = 0; j < 16; j++) keys.copy(j, &part[j * dim]);
     for (int i = 0; i < VECTORS; i++) transpose(&part[16 * i], dim, &numbers[16 * 16 * i]);
     const int64_t num = added.size();
     for (int64_t first = 0; first < num; first += ROWS) {
