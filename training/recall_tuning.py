@@ -6,13 +6,16 @@
 The stream is a text with codes in it; the digits that answer count together as `OF_CODES` of the
 text. A model that was trained on facts (`kvalign.data_gen.facts`) is asked for facts instead. The
 best way is kept that is better than the usual one by a 95 % interval of the paired difference, with
-caches of each size; if there is none, the upper half of the layers, which is faster, if it is as
-good.
+caches of each size. Of its layers the fewest are kept that are as good: each layer (of a deep
+model a few neighbours) is left out alone, and then those together whose absence costs least, two
+thirds of all at first, fewer until the rest is as good as all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvalign.aligners import Aligner
-from kvalign.cache.memory_sizes import layer_bias_of, usual_places
+from kvalign.cache.memory_sizes import ALL, layer_bias_of, usual_places
 from kvalign.data_gen import facts
 from kvalign.data_gen.corpora import first_ids
 from kvalign.data_gen.corpus import OWNERS
@@ -38,13 +41,17 @@ from kvalign.models.identity import embedding_fingerprint
 from kvalign.models.input_ids import ids_of
 from kvalign.models.loading import LoadedModel, load_model
 from kvalign.streaming.scoring import check_losses, score
+from kvalign.streaming.turns import Talk
 from kvalign.training.settings import LARGE, SMALL, TuneMemorySettings
 
 OF_CODES = 0.1
-AS_GOOD = 1.003
-"""Upper end of the interval of a ratio to all layers, below which their upper half is as good."""
+AS_GOOD, AT_WORST = 1.001, 1.01
+"""Ratio to all layers up to which fewer are as good, and the upper end of its interval."""
 AWAY, APART = 8, 150
 """Codes: asked for so many C after they were told, and so many tokens from one to the next."""
+READ, REPLY = "I read this:\n\n", "I see."
+MOST_GROUPS = 12
+"""Layers are left out with their neighbours, in so many groups at most."""
 FARTHEST, NUM_STREAMS, SEED = 16, 4, 20
 """Facts: how many C old, in so many streams, of a seed that no evaluation has by default."""
 
@@ -116,23 +123,30 @@ def usual_sizes(longest: int | None) -> tuple[int, ...]:
 
 
 def text_with_codes(size: int, ids: Sequence[int], loaded: LoadedModel) -> WeighedStreams:
-    """One text for a cache of this size, with codes that are told and asked for."""
+    """One text for a cache of this size, with codes that are told and asked for; of a model with a
+    chat template in turns of a conversation, which ask in other words than they tell.
+    """
     tokenizer, rng = loaded.tokenizer, torch.Generator().manual_seed(SEED)
-    text = iter(ids)
+    plain = partial(ids_of, tokenizer=tokenizer, prefix=False, goes_on=True)
+    text, turns = iter(ids), Talk(tokenizer) if tokenizer.chat_template else None
     codes: list[tuple[list[int], list[int]]] = []  # questions and codes
     parts: list[tuple[list[int], bool | None]] = []  # whether they answer; None: they do not count
     away = max(1, AWAY * size // APART)
     while piece := [*islice(text, APART)]:
         number = int(torch.randint(10_000, 100_000, (1,), generator=rng))
-        words = (
-            f"\n The secret code of the {OWNERS[len(codes) % len(OWNERS)]} is",
-            f" {number}",
-        )
-        question, code = (ids_of(x, tokenizer, prefix=False, goes_on=True) for x in words)
-        codes.append((question, code))
-        parts += [(piece, False), (question + code, None)]
-        for question, code in codes[-away - 1 : -away]:
-            parts += [(question, None), (code, True)]
+        code = f"The secret code of the {OWNERS[len(codes) % len(OWNERS)]} is"
+        if turns is None:
+            question, answer = plain(f"\n {code}"), plain(f" {number}")
+            parts += [(piece, False), (question + answer, None)]
+        else:
+            told = turns.turn_ids(f"{code} {number}.", not codes)
+            read = turns.turn_ids(READ + tokenizer.decode(piece), is_first=False)
+            parts += [(told + plain(REPLY), None), (read + plain(REPLY), False)]
+            question = turns.turn_ids(f"What is {code[0].lower()}{code[1:-3]}?", is_first=False)
+            question, answer = question + plain(code), plain(f" {number}")
+        codes.append((question, answer))
+        for question, answer in codes[-away - 1 : -away]:
+            parts += [(question, None), (answer, True)]
     stream = [token for ids, _ in parts for token in ids]
     kinds = [kind for ids, kind in parts for _ in ids][size + 1 :]
     num_text, num_code = kinds.count(False), kinds.count(True)
@@ -152,6 +166,14 @@ def fact_streams(size: int, num_questions: int, loaded: LoadedModel) -> WeighedS
     return WeighedStreams(torch.from_numpy(ids).to(loaded.model.device), weights)
 
 
+@dataclass(frozen=True)
+class Way:
+    """Plan, and what streams lose with it: a tensor for each cache size."""
+
+    plan: RecallPlan
+    losses: list[Tensor]
+
+
 def measured(
     settings: TuneMemorySettings,
     method: str,
@@ -161,58 +183,109 @@ def measured(
 ) -> RecallPlan:
     """Return the best plan, with what the command measured of each."""
     spec = loaded.spec
-    usual = RecallPlan(
-        base_model=spec.name,
-        embedding_fingerprint=embedding_fingerprint(loaded.model),
-        recall_places=usual_places(spec.family),
-    )
-    of_all, half = spec.attention, len(spec.attention) // 2
-    upper, quieter = named(of_all[half:]), named(of_all[:half], ":-2")
-    by_ear = f"{quieter},{upper}", named(of_all, ":-0.5"), named(of_all, ":0.5")
-    ways = [
-        usual.model_copy(update={"recall_layers": x})
-        for x in (upper, *by_ear, *(settings.layers or ()))
-    ]
-    other = "rank" if usual.recall_places == "age" else "age"
-    ways.append(usual.model_copy(update={"recall_places": other}))
-    ways = [] if settings.quick else ways
-    progress.expect(
-        (2 + len(ways)) * sum(x.ids.numel() for x in streams.values()), "tokens computed"
-    )
 
-    def losses(plan: RecallPlan | None) -> list[Tensor]:
-        progress.phase("no memory" if plan is None else " ".join(map(str, plan.sizes.values())))
-        sizes = {} if plan is None else {"memory": settings.memory, **plan.sizes}
+    def losses_of(sizes: dict[str, Any]) -> list[Tensor]:
+        progress.phase(" ".join(map(str, sizes.values())) or "no memory")
         how: dict[str, Any] = {"aligner": aligner, "warn": False, **sizes}
+        how |= {"memory": settings.memory} if sizes else {}
         methods = {
             size: make_method(method, loaded.model, cache_size=size, **how) for size in streams
         }
         return weighted(methods, streams)
 
-    of_usual, none = losses(usual), losses(None)  # what takes no memory is refused first
-    rows = [_row(None, none, none, of_usual), _row(usual, of_usual, none, of_usual)]
-    best = rows[1]
-    for way in ways:
-        rows.append(row := _row(way, losses(way), none, of_usual))
-        if _is_below(row, 1.0) and row["by_usual"] < best["by_usual"]:
-            best = row
-    if best is rows[1] and ways and _is_below(rows[2], AS_GOOD):
-        best = rows[2]
-    kept = {name: best[name] for name in usual.sizes} | {"helps": helps(best)}
+    def way(plan: RecallPlan) -> Way:
+        rows.append(_row(plan.sizes, losses := losses_of(plan.sizes), none, usual.losses))
+        return Way(plan, losses)
+
+    plan = RecallPlan(
+        base_model=spec.name,
+        embedding_fingerprint=embedding_fingerprint(loaded.model),
+        recall_places=usual_places(spec.family),
+    )
+    others = [] if settings.quick else other_plans(plan, spec.attention, settings.layers or ())
+    num_ids = sum(x.ids.numel() for x in streams.values())
+    progress.expect((2 + len(others)) * num_ids, "tokens computed")
+    usual, none = Way(plan, losses_of(plan.sizes)), losses_of({})  # what takes no memory is refused
+    rows = [
+        _row({}, none, none, usual.losses),
+        _row(plan.sizes, usual.losses, none, usual.losses),
+    ]
+    ways = [usual, *(x for x in map(way, others) if is_below(1.0, x, usual))]
+    best = min(ways, key=lambda x: _ratio(torch.cat(x.losses)))
+    if not settings.quick:
+        best = with_fewest_layers(best, spec.attention, way, num_ids)
+    # The best was chosen by this text, the usual way was not.
+    helps = is_below(1.0, usual, Way(plan, none))
     command = settings.command_line("tune-memory", leave_out=("out",))
-    return usual.model_copy(update=kept | {"measured": {"command": command, "rows": rows}})
+    found = {"helps": helps, "measured": {"command": command, "rows": rows}}
+    return best.plan.model_copy(update=found)
 
 
-def helps(row: dict[str, Any]) -> bool:
-    """Return whether the interval of a way's ratio to no memory lies below 1."""
-    return row["by_none_high"] is not None and row["by_none_high"] < 1
+def other_plans(usual: RecallPlan, layers: Sequence[int], asked: Sequence[str]) -> list[RecallPlan]:
+    """Plans that are compared with the usual one, all of them with all layers but those `asked`."""
+    lower = layers[: len(layers) // 2]
+    by_ear = [{x: -2.0 if x in lower else 0.0 for x in layers}]
+    by_ear += [dict.fromkeys(layers, layer_bias) for layer_bias in (-0.5, 0.5)]
+    ways = [{"recall_layers": x} for x in (*map(named, by_ear), *asked)]
+    other = "rank" if usual.recall_places == "age" else "age"
+    return [usual.model_copy(update=x) for x in (*ways, {"recall_places": other})]
 
 
-def named(layers: Sequence[int], layer_bias: str = "") -> str:
-    """Name layers as `recall_layers` does, all with one bias."""
-    is_range = layers[-1] - layers[0] == len(layers) - 1 > 0
-    names = [f"{layers[0]}-{layers[-1]}"] if is_range else [*map(str, layers)]
-    return ",".join(f"{name}{layer_bias}" for name in names)
+def with_fewest_layers(
+    best: Way, layers: Sequence[int], measure: Callable[[RecallPlan], Way], num_ids: int
+) -> Way:
+    """Return a way with fewer layers that is as good as the best, or that."""
+    name = best.plan.recall_layers
+    layer_bias = layer_bias_of(None if name == ALL else name, layers)
+
+    def without(left_out: Sequence[int]) -> Way:
+        kept = {x: bias for x, bias in layer_bias.items() if x not in left_out}
+        return measure(best.plan.model_copy(update={"recall_layers": named(kept)}))
+
+    each, names = ceil(len(layer_bias) / MOST_GROUPS), [*layer_bias]
+    groups = [names[i : i + each] for i in range(0, len(names), each)]
+    if len(groups) < 2:
+        return best
+    progress.expect(len(groups) * num_ids, "tokens computed")
+    alone = [(without(group), group) for group in groups]
+    alone.sort(key=lambda x: _ratio(torch.cat(x[0].losses)))
+    num = 2 * len(groups) // 3
+    while num:
+        if num > 1:
+            progress.expect(num_ids, "tokens computed")
+        cheapest = [*chain(*(group for _, group in alone[:num]))]
+        fewer = without(cheapest) if num > 1 else alone[0][0]
+        ratio, *_ = _ratios(fewer.losses, best.losses)
+        if ratio <= AS_GOOD and is_below(AT_WORST, fewer, best):
+            return fewer
+        num = 3 * num // 4
+    return best
+
+
+def is_below(most: float, one: Way, other: Way) -> bool:
+    """Return whether the interval of the ratio of their perplexities is, and no size's ratio is
+    above it.
+    """
+    ratios = _ratios(one.losses, other.losses)
+    return (
+        ratios[2] is not None
+        and ratios[2] < most
+        and max(_by_size(one.losses, other.losses)) <= most
+    )
+
+
+def named(layer_bias: Mapping[int, float]) -> str:
+    """Name layers as `recall_layers` does."""
+    runs = list[tuple[int, int, float]]()
+    for layer, bias in layer_bias.items():
+        first = layer
+        if runs and runs[-1][1:] == (layer - 1, bias):
+            first = runs.pop()[0]
+        runs.append((first, layer, bias))
+    parts = [
+        (f"{x}" if x == y else f"{x}-{y}", f":{bias:g}" if bias else "") for x, y, bias in runs
+    ]
+    return ",".join(map("".join, parts))
 
 
 def weighted(methods: dict[int, Method], streams: dict[int, WeighedStreams]) -> list[Tensor]:
@@ -226,25 +299,24 @@ def weighted(methods: dict[int, Method], streams: dict[int, WeighedStreams]) -> 
     return parts
 
 
-def _is_below(row: dict[str, Any], most: float) -> bool:
-    """Return whether the interval of a way's ratio to the usual one is, and no size's ratio is
-    above it.
-    """
-    high = row["by_usual_high"]
-    return high is not None and high < most and max(row["by_size"]) <= most
-
-
 def _row(
-    plan: RecallPlan | None, losses: list[Tensor], none: list[Tensor], usual: list[Tensor]
+    sizes: dict[str, Any], losses: list[Tensor], none: list[Tensor], usual: list[Tensor]
 ) -> dict[str, Any]:
-
-    row: dict[str, Any] = {"recall_places": None, "recall_layers": None}
-    row |= plan.sizes if plan is not None else {}
+    row: dict[str, Any] = {"recall_places": None, "recall_layers": None} | sizes
     for name, others in {"by_none": none, "by_usual": usual}.items():
-        parts = [one - other for one, other in zip(losses, others, strict=True)]
-        low, high = interval(differences := torch.cat(parts))
-        row |= {name: _ratio(differences), f"{name}_low": low, f"{name}_high": high}
-    return row | {"by_size": [_ratio(part) for part in parts]}
+        ratio, low, high = _ratios(losses, others)
+        row |= {name: ratio, f"{name}_low": low, f"{name}_high": high}
+    return row | {"by_size": _by_size(losses, usual)}
+
+
+def _ratios(losses: list[Tensor], others: list[Tensor]) -> tuple[float, float | None, float | None]:
+    """Ratio of perplexities, paired, and its 95 % interval."""
+    differences = torch.cat(losses) - torch.cat(others)
+    return _ratio(differences), *interval(differences)
+
+
+def _by_size(losses: list[Tensor], others: list[Tensor]) -> list[float]:
+    return [_ratio(one - other) for one, other in zip(losses, others, strict=True)]
 
 
 def _ratio(differences: Tensor) -> float:

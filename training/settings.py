@@ -275,8 +275,9 @@ class TuneSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class TuneMemorySettings(ModelSettings):
-    """Measure which layers of a model should take entries back from a memory, with which bias of
-    their scores, and where these should lie. Later streams with a --memory do so.
+    """Measure which layers of a model should take entries back from a memory, as few as are as good
+    as all, with which bias of their scores, and where these should lie. Later streams with a
+    --memory do so.
 
     The result goes into the folder of your aligner, else into your cache folder (KVALIGN_CACHE
     moves it). For the shipped models and smollm2-135m-instruct it is there.

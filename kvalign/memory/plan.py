@@ -43,7 +43,8 @@ class RecallPlan(BaseModel):
         base_model: the model's name when it was measured. Informative.
         embedding_fingerprint: of that model.
         recall_places, recall_layers: see `CacheSizes`.
-        helps: whether a stream with this memory surely loses less than one without.
+        helps: whether a stream with a memory, used as is usual for its family, surely loses less
+            than one without, with caches of each size.
         measured: with which command, and what it found. Informative.
     """
 
