@@ -74,7 +74,7 @@ def test_thirteen_turns_an_edit_a_stop_and_a_restart(visit, loaded, tmp_path):
         encoded, kept = map(int, re.findall(r"(\d+) tokens? (?:encoded|kept)", done(tab)))
         assert 0 < encoded < 45 < kept
         tab.get_by_role("button", name="Forget message 1 and").click()
-        ask(tab, "And then ?", max_tokens="2000")
+        ask(tab, "And then ?", max_tokens="20000")
         stop = tab.get_by_role("button", name="Stop")
         stop.dispatch_event("click")  # a click waits until what grows stands still
         assert "; cut." in done(tab)
