@@ -14,7 +14,7 @@ thirds of all at first, fewer until the rest is as good as all.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -251,10 +251,10 @@ def with_fewest_layers(
     alone.sort(key=lambda x: _ratio(torch.cat(x[0].losses)))
     num = 2 * len(groups) // 3
     while num:
+        fewer = alone[0][0]
         if num > 1:
             progress.expect(num_ids, "tokens computed")
-        cheapest = [*chain(*(group for _, group in alone[:num]))]
-        fewer = without(cheapest) if num > 1 else alone[0][0]
+            fewer = without([layer for _, group in alone[:num] for layer in group])
         ratio, *_ = _ratios(fewer.losses, best.losses)
         if ratio <= AS_GOOD and is_below(AT_WORST, fewer, best):
             return fewer
@@ -266,12 +266,8 @@ def is_below(most: float, one: Way, other: Way) -> bool:
     """Return whether the interval of the ratio of their perplexities is, and no size's ratio is
     above it.
     """
-    ratios = _ratios(one.losses, other.losses)
-    return (
-        ratios[2] is not None
-        and ratios[2] < most
-        and max(_by_size(one.losses, other.losses)) <= most
-    )
+    *_, high = _ratios(one.losses, other.losses)
+    return high is not None and high < most and max(_by_size(one.losses, other.losses)) <= most
 
 
 def named(layer_bias: Mapping[int, float]) -> str:

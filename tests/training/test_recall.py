@@ -2,7 +2,10 @@
 memory that loses least on text with codes, or on facts, is found by later streams.
 """
 
+import copy
 import json
+import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from kvalign.foundation.errors import UserError
 from kvalign.memory.plan import find_plan, in_cache
 from kvalign.models.loading import load_model
 from kvalign.training import recall_tuning, tune_memory
+from kvalign.training.recall_tuning import OF_CODES, text_with_codes
 from kvalign.training.table_run import stream_loss
 from kvalign.training.text import Texts
 
@@ -80,6 +84,27 @@ def test_text_and_facts_are_streamed(model):
     none, usual, *others = result["rows"]
     assert none["by_none"] == usual["by_usual"] == 1 and len(others) >= 6
     assert (usual["by_none"] < 0.9) == (model == "recall-llama")  # beyond C none knows a fact
+
+
+def test_a_model_with_a_chat_template_is_asked_in_turns(loaded):
+    """Each code is told in one turn, and asked for in another one, in other words."""
+    tokenizer = copy.deepcopy(loaded.tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
+    )
+    ids = tokenizer("The history of the island is long . " * 90)["input_ids"]
+    stream = text_with_codes(16, ids, replace(loaded, tokenizer=tokenizer))
+    (labels,), weights = stream.ids[:, 17:], stream.weights
+    assert len(labels) == len(weights) and {0.0, 1.0} < {*weights.tolist()}
+    assert weights[weights != 1].sum() == pytest.approx(OF_CODES * (weights == 1).sum().item())
+    text = tokenizer.decode(stream.ids[0])
+    asked = re.findall(
+        r"What is the secret code of the (\w+ \w+)\?.*?code of the \1 is (\d+)", text
+    )
+    told = dict(re.findall(r"\[user\]The secret code of the (\w+ \w+) is (\d+)\.", text))
+    assert len(asked) > 2 and all(told[owner] == code for owner, code in asked)
+    answers = tokenizer.decode(labels[(weights != 0) & (weights != 1)])
+    assert answers.split() == [code for _, code in asked][-len(answers.split()) :]
 
 
 def test_a_method_without_a_memory_is_refused(loaded):
