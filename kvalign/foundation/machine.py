@@ -31,8 +31,16 @@ def free_bytes(device: torch.device | None = None) -> int | None:
         if _MEMINFO.exists():
             lines = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
             return 1024 * int(lines["MemAvailable"].split()[0])
+    except (KeyError, OSError, ValueError):
+        return None
+    return total_bytes()
+
+
+def total_bytes() -> int | None:
+    """Bytes of this machine's memory; None where the system does not say."""
+    try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, KeyError, OSError, ValueError):
+    except (AttributeError, OSError, ValueError):
         return None
 
 

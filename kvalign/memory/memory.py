@@ -22,7 +22,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize, pad
+from torch.nn.functional import normalize
 
 from kvalign.aligners.entries import KV, cat
 from kvalign.cache.attention import Recalled
@@ -33,6 +33,7 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.memory.recall import EvictedSlots, Matches, QueryBatch
 from kvalign.memory.recall_places import RecallPlaces
 from kvalign.memory.sketch import BLOCK, PAGE, Sketch
+from kvalign.memory.slots import lengthened
 from kvalign.models import kernel
 from kvalign.models.wrapped import no_autograd_modes
 
@@ -201,8 +202,8 @@ class Memory:
 
     @no_autograd_modes()
     def _lengthen(self, num_slots: int) -> None:
-        self.entries = self.entries.map(lambda x: pad(x, (0, 0, 0, num_slots - x.shape[2])))
-        self.digests = pad(self.digests, (0, num_slots - self.digests.shape[1]))
+        self.entries = self.entries.map(lambda x: lengthened(x, 2, num_slots))
+        self.digests = lengthened(self.digests, 1, num_slots)
         if self.sketch is not None:
             self.sketch.lengthen(num_slots)
 

@@ -23,8 +23,8 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from kvalign.memory.slots import lengthened
 from kvalign.models import kernel
 from kvalign.models.wrapped import no_autograd_modes
 
@@ -137,17 +137,10 @@ class Sketch:
 
     def lengthen(self, num_slots: int) -> None:
         """Have so many slots."""
-        num_more = num_slots - self.scales.shape[2]
-        self.numbers = pad(self.numbers, (0, 0, 0, 0, 0, 0, 0, num_more // BLOCK))
-        self.scales = pad(self.scales, (0, num_more))
-        self.fine = pad(self.fine, (0, 0, 0, num_more))
-        if num_more := num_slots // PAGE - self.is_ordered.shape[1]:
-            of_pages = (x.transpose(0, 2) for x in self.tensors[3:6])
-            self.means, self.mean_scales, self.spreads = (
-                torch.cat([x, x.new_zeros(num_more, *x.shape[1:])]).transpose(0, 2)
-                for x in of_pages
-            )
-            self.is_ordered = pad(self.is_ordered, (0, num_more))
+        num_pages = num_slots // PAGE
+        nums = num_slots // BLOCK, num_slots, num_slots, num_pages, num_pages, num_pages
+        of_heads = [lengthened(x, 2, num) for x, num in zip(self.tensors, nums, strict=False)]
+        self._replace([*of_heads, lengthened(self.is_ordered, 1, num_pages)])
 
     @no_autograd_modes()
     def select(self, rows: Tensor) -> None:

@@ -1,5 +1,9 @@
 """What a memory takes back is what was evicted and scores best, placed where it is said to lie."""
 
+import mmap
+import shutil
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers.methods import tables
@@ -13,7 +17,7 @@ from kvalign.cache.layer import Form
 from kvalign.cache.sizes import CacheSizes
 from kvalign.foundation.errors import UserError
 from kvalign.memory import memory as memory_module
-from kvalign.memory import recall_places, sketch
+from kvalign.memory import recall_places, sketch, slots
 from kvalign.memory.memory import Memory
 from kvalign.memory.recall import QueryBatch
 from kvalign.memory.recall_places import RecallPlaces
@@ -292,6 +296,28 @@ def test_a_saved_stream_goes_on(ids):
     with pytest.raises(UserError, match=r"a stream's 1.memory.1 must be"):
         after.restore({k: v for k, v in before.state().items() if k != "1.memory.1"})
     assert torch.allclose(stepped(after, ids), expected, atol=1e-4)  # it has forgotten all
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="of Linux")
+@pytest.mark.parametrize("in_ram", [1.0, 0.0])
+def test_large_memories_lie_in_mappings_of_their_own(in_ram, ids, tmp_path, monkeypatch, caplog):
+    """In the machine's memory or on its disk; what a stream gives is the same."""
+    model = tiny_model("llama", vocab_size=VOCAB, head_dim=16)
+    usual = new(model)
+    expected, state = stepped(usual, ids), usual.state()
+    monkeypatch.setenv("KVALIGN_CACHE", str(tmp_path))
+    monkeypatch.setattr(slots, "LARGE", 1)
+    monkeypatch.setattr(slots, "IN_RAM", in_ram)
+    method = new(model)
+    assert torch.equal(stepped(method, ids), expected)
+    assert all(torch.equal(x, state[name]) for name, x in method.state().items())
+    assert [path.name for path in tmp_path.rglob("*")] == ([] if in_ram else ["memories"])
+    assert len(caplog.messages) == (not in_ram)
+    assert in_ram or caplog.messages[0].endswith(f"lies on the disk, in {tmp_path / 'memories'}")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    if not in_ram:
+        with pytest.raises(UserError, match=r"a memory needs .* which has 0 bytes left"):
+            new(model).feed(ids[:, :30])
 
 
 @torch.no_grad()

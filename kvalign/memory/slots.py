@@ -1,0 +1,64 @@
+"""Tensors whose slots grow: those of a memory, gigabytes that are read here and there.
+
+On Linux large ones lie in pages of 2 MB, where the system has some. In pages of 4 KB a search of
+100 000 entries waits a third of its time for their addresses. What would take more than half of the
+machine's memory lies in files without a name, which are gone with the process.
+"""
+
+import mmap
+import os
+from tempfile import TemporaryFile
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvalign.foundation.machine import check_disk, total_bytes
+from kvalign.foundation.progress import warn_once
+from kvalign.models.fetched import cache_dir
+
+LARGE = 2**22
+"""Bytes from which a tensor has a mapping of its own: two pages of 2 MB."""
+IN_RAM = 0.5
+"""Share of the machine's memory that these tensors may take."""
+_in_ram = WeakSet[mmap.mmap]()
+
+
+def lengthened(x: Tensor, dim: int, num: int) -> Tensor:
+    """Return x with so many slots along a dimension; new ones are zero.
+
+    Raises:
+        UserError: there is no room on the disk either.
+    """
+    sizes = [*x.shape]
+    sizes[dim] = num
+    num_bytes = x.element_size() * torch.Size(sizes).numel()
+    if num_bytes < LARGE or not x.is_cpu or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, num - x.shape[dim]))
+    longer = torch.frombuffer(_mapped(num_bytes), dtype=x.dtype).view(sizes)
+    longer.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return longer
+
+
+def _mapped(num_bytes: int) -> mmap.mmap:
+    """So many zeros."""
+    if sum(map(len, _in_ram)) + num_bytes <= IN_RAM * (total_bytes() or torch.inf):
+        zeros = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        zeros.madvise(mmap.MADV_HUGEPAGE)
+        _in_ram.add(zeros)
+        return zeros
+    from rich.filesize import decimal
+
+    folder = cache_dir() / "memories"
+    check_disk(num_bytes, folder, "a memory")
+    warn_once(
+        f"memories take half of this machine's {decimal(int(total_bytes() or 0))}: what is more "
+        f"lies on the disk, in {folder}"
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, num_bytes)  # or a full disk would kill the process
+        zeros = mmap.mmap(file.fileno(), num_bytes)
+    zeros.madvise(mmap.MADV_RANDOM)
+    return zeros
