@@ -113,7 +113,8 @@ def test_rows_of_unequal_length_are_edited_each_in_its_own_tokens(kind, options,
     own = [x.edit(22, 27, row[None], part(x.model)) for x, row in zip(alone, new, strict=True)]
     assert batch.edit(22, 27, new, part(batch.model, 4)) == max(own)
     assert batch.cache.num_tokens == [x.num_tokens for x in alone]
+    most = 1e-3 if "cache_dtype" in options else 1e-4  # a last digit may be another level of 8 bits
     for i in range(20):
         now = ids[:1, i : i + 1]
         apart = batch.feed(now.expand(4, 1)) - torch.cat([x.feed(now) for x in alone])
-        assert apart.abs().max() < 1e-4, i
+        assert apart.abs().max() < most, i
