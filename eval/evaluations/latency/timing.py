@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from kvalign.aligners.entries import KV
-from kvalign.cache.passes import HOST
 from kvalign.cache.sizes import OF_MEMORY
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.cache.window_layer import WindowLayer
@@ -29,7 +28,7 @@ from kvalign.eval.protocol.data import Row
 from kvalign.eval.protocol.document import environment
 from kvalign.eval.protocol.grid import sizes_of, title_of
 from kvalign.foundation.errors import UserError
-from kvalign.foundation.machine import check_room, wait_for
+from kvalign.foundation.machine import wait_for
 from kvalign.foundation.progress import Bar
 from kvalign.memory.memories import Memories
 from kvalign.methods.base import Method
@@ -358,9 +357,6 @@ def _fill(cache: StreamingCache, rng: torch.Generator) -> None:
     """Fill the memories of a cache with random entries, as if their tokens had been fed after the
     others. A step then takes as long as with real entries. This is for measuring time, and needs a
     full window.
-
-    Raises:
-        UserError: they do not fit into the free memory.
     """
     assert isinstance(cache.memory, Memories)
     cache.settle()
@@ -368,9 +364,6 @@ def _fill(cache: StreamingCache, rng: torch.Generator) -> None:
     first = memories[0]
     num = -(-first.most // period) * period  # that leaves every position what it is
     one = first.form.decode(first.entries.keys[:, :, :1])
-    if first.device == HOST:
-        what = f"the entries of a memory of {cache.sizes.memory} tokens"
-        check_room(first.nbytes // first.num_slots * num * len(memories), what)
     for memory in memories:
         device = memory.device
         if rng.device != device:
