@@ -69,7 +69,7 @@ def rebuild(settings: ResultsSettings) -> None:
         for cell in steps:
             check_texts(cell.command, folders)
     work, results = settings.work.absolute(), settings.results.absolute()
-    with locked(work):
+    with locked(work, lambda: kept(work)):
         for name in text_sources():
             if folder := folders[name]:
                 (work / name).unlink(missing_ok=True)
@@ -83,6 +83,11 @@ def rebuild(settings: ResultsSettings) -> None:
                 place(name.partition("/")[0], steps, results)
         finally:
             os.chdir(before)
+
+
+def kept(work: Path) -> str:
+    """What to say of the documents that are kept when a later command is refused; else empty."""
+    return f"documents are kept in {work}" if next(work.glob("*/*.json"), None) else ""
 
 
 def _chosen(settings: ResultsSettings) -> list[tuple[str, Part]]:

@@ -121,6 +121,22 @@ def test_a_table_is_rebuilt_from_nothing(in_process, tmp_path):
     assert len(list(losses.iterdir())) == 8
 
 
+def test_documents_outlast_a_later_command_that_is_refused(monkeypatch, tmp_path):
+    def output(cell):
+        if cell.name == "distilgpt2-c255":
+            raise UserError("refused")
+        return "{}"
+
+    def exit_code(parts, work):
+        return results.main(["--parts", parts, "--work", str(work), "--results", str(tmp_path)])
+
+    monkeypatch.setattr("kvalign.app.commands.eval_run.Cell.output", output)
+    old, new = tmp_path / "old", tmp_path / "new"
+    assert exit_code("llama-mini/python-docs,latency/distilgpt2-c255", old) == 2
+    assert [path.name for path in old.rglob("*.json")] == ["python-docs.json"]
+    assert exit_code("latency/distilgpt2-c255", new) == 2 and not new.exists()
+
+
 def test_another_text_is_refused(tmp_path):
     (tmp_path / "test.txt").write_text("another")
     with pytest.raises(UserError, match="has SHA-256"):
