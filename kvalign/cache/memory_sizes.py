@@ -10,7 +10,7 @@ from kvalign.foundation.settings import typed
 NAME, ALL = "recall_layers", "all"
 MOST_BIAS = 10.0
 MOST_RECALLED = 32
-"""Upper limit of the default; more gains almost nothing (eval/results/memory.md)."""
+"""Upper limit of the default; more gain little, and take time (eval/results/memory.md)."""
 
 
 def num_recalled_of(sizes: CacheSizes) -> int:
