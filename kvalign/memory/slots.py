@@ -7,6 +7,7 @@ machine's memory lies in files without a name, which are gone with the process.
 
 import mmap
 import os
+from contextlib import suppress
 from tempfile import TemporaryFile
 from weakref import WeakSet
 
@@ -45,7 +46,8 @@ def _mapped(num_bytes: int) -> mmap.mmap:
     """So many zeros."""
     if sum(map(len, _in_ram)) + num_bytes <= IN_RAM * (total_bytes() or torch.inf):
         zeros = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        zeros.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # of a system that has none
+            zeros.madvise(mmap.MADV_HUGEPAGE)
         _in_ram.add(zeros)
         return zeros
     from rich.filesize import decimal
