@@ -1,8 +1,8 @@
 """Tensors whose slots grow: those of a memory, gigabytes that are read here and there.
 
-On Linux large ones lie in pages of 2 MB, where the system has some. In pages of 4 KB a search of
-100 000 entries waits a third of its time for their addresses. What would take more than half of the
-machine's memory lies in files without a name, which are gone with the process.
+On Linux large ones lie in pages of 2 MB, where the system has some: a search that reads everywhere
+in pages of 4 KB waits for their addresses. What would take more than half of the machine's memory
+lies in files without a name, which are gone with the process.
 """
 
 import mmap
