@@ -27,7 +27,7 @@ _in_ram = WeakSet[mmap.mmap]()
 
 
 def lengthened(x: Tensor, dim: int, num: int) -> Tensor:
-    """Return x with so many slots along a dimension; new ones are zero.
+    """Return x [..., S, ...] with `num` slots along a dimension; new ones are zero.
 
     Raises:
         UserError: there is no room on the disk either.
@@ -43,7 +43,7 @@ def lengthened(x: Tensor, dim: int, num: int) -> Tensor:
 
 
 def _mapped(num_bytes: int) -> mmap.mmap:
-    """So many zeros."""
+    """Zeros of so many bytes."""
     if sum(map(len, _in_ram)) + num_bytes <= IN_RAM * (total_bytes() or torch.inf):
         zeros = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # of a system that has none
