@@ -32,6 +32,8 @@ def lengthened(x: Tensor, dim: int, num: int) -> Tensor:
     Raises:
         UserError: there is no room on the disk either.
     """
+    if num == x.shape[dim]:
+        return x
     sizes = [*x.shape]
     sizes[dim] = num
     num_bytes = x.element_size() * torch.Size(sizes).numel()

@@ -3,6 +3,7 @@
 import mmap
 import shutil
 from types import SimpleNamespace
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -308,10 +309,12 @@ def test_large_memories_lie_in_mappings_of_their_own(in_ram, ids, tmp_path, monk
     monkeypatch.setenv("KVALIGN_CACHE", str(tmp_path))
     monkeypatch.setattr(slots, "LARGE", 1)
     monkeypatch.setattr(slots, "IN_RAM", in_ram)
+    monkeypatch.setattr(slots, "_in_ram", WeakSet())
     method = new(model)
     assert torch.equal(stepped(method, ids), expected)
     assert all(torch.equal(x, state[name]) for name, x in method.state().items())
     assert [path.name for path in tmp_path.rglob("*")] == ([] if in_ram else ["memories"])
+    assert bool(slots._in_ram) == bool(in_ram)
     assert len(caplog.messages) == (not in_ram)
     assert in_ram or caplog.messages[0].endswith(f"lies on the disk, in {tmp_path / 'memories'}")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))

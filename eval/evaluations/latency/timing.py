@@ -246,7 +246,8 @@ def time_steps(
 ) -> Turns:
     """Seconds of each of `num_steps` steps of one token per stream, without drawing. Caches and
     memories are full: all evicting, realigning, taking back and re-encoding is part of a step. With
-    `num_threads` 1 a CPU's clock is that of the thread, which other programs do not move.
+    `num_threads` 1 a CPU's clock is that of the thread, which other programs do not move. It does
+    not count waits for the disk, where large memories may lie.
     """
     model, rng = methods[0].model, torch.Generator().manual_seed(settings.seed)
     is_alone = settings.num_threads == 1 and model.device.type == "cpu"
