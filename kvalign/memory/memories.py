@@ -212,17 +212,15 @@ class Memories(Part):
             first = memory.seen[0] - step.seen[0]
             memory.write(memory.seen, waiting.slots(first, sight.queries.stop - first))
         batch = self.recall.batch_of(step, sight)
-        queries = self.recall.rotate_queries(query.float(), batch)
-        placing = self.recall.placing(layer, queries, batch)
-        if memory.sketch is None:
-            placing = None
-        if self.watched is not None or placing is None:
+        placing = None if memory.sketch is None else self.recall.placing(layer, query, batch)
+        if placing is None or self.watched is not None:
+            queries = self.recall.rotate_queries(query.float(), batch)
             matches = memory.find(queries, batch)
             if self.watched is not None:
                 self.watched.append(matches)
             if placing is None:
                 return self.recall.as_seen(layer, queries, batch, matches)
-        return memory.see(queries, batch, placing)
+        return memory.see(query, batch, placing)
 
     @property
     def is_on_card(self) -> bool:

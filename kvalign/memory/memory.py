@@ -35,6 +35,7 @@ from kvalign.memory.recall_places import RecallPlaces
 from kvalign.memory.sketch import BLOCK, PAGE, Sketch
 from kvalign.memory.slots import lengthened
 from kvalign.models import kernel
+from kvalign.models.rope import Angles
 from kvalign.models.wrapped import no_autograd_modes
 
 TOGETHER = 32
@@ -217,41 +218,37 @@ class Memory:
         return evicted_slots
 
     def find(self, queries: Tensor, batch: QueryBatch) -> Matches:
-        """Return the evicted entries that match scaled queries [B, H, G, T, D], on their device."""
-        own_queries, added, evicted_slots = self._asked(queries, batch)
+        """Return the evicted entries that match scaled queries [B, H, G, T, D], rotated as
+        `Recall.rotate_queries` does, on their device.
+        """
+        base = None if self.form.base is None else self.form.base.to(self.device)
         if self.sketch is not None:
-            found = self._search(self.sketch, own_queries, added, evicted_slots)
+            found = self._search(self.sketch, queries, batch)
             matches = Matches(KV(*found[:2]), *found[2:])
         else:
-            matches = self._find_by_torch(own_queries.to(self.form.dtype), added, evicted_slots)
-        if (base := self.form.base) is not None:
-            keys = matches.entries.keys + base.to(self.device)[:, None]
-            matches = matches._replace(entries=matches.entries._replace(keys=keys))
+            matches = self._find_by_torch(queries, self.prepare(batch), base)
+        if base is not None:
+            entries = matches.entries
+            matches = matches._replace(entries=KV(entries.keys + base[:, None], entries.values))
         return matches.to(queries.device, self.form.dtype)
 
     def see(self, queries: Tensor, batch: QueryBatch, placing: kernel.Placing) -> Recalled:
-        """Return what scaled queries [B, H, G, T, D] see of what they find, where there is a
-        sketch.
+        """Return what scaled queries [B, H, G, T, D], which are not rotated yet, see of what they
+        find, where there is a sketch.
         """
-        own_queries, added, evicted_slots = self._asked(queries, batch)
-        if (base := self.form.base) is not None:
-            placing = placing._replace(key_bases=base[:, 0])
         assert self.sketch is not None
-        found = self._search(self.sketch, own_queries, added, evicted_slots, placing)
+        found = self._search(self.sketch, queries, batch, batch.angles, placing)
         return Recalled(*(x.to(queries.device) for x in found))
 
-    def _asked(self, queries: Tensor, batch: QueryBatch) -> tuple[Tensor, Tensor, EvictedSlots]:
-        """The queries here, what is added to the scores of each, and where they look."""
-        own_queries = queries.detach().to(self.device)  # which entries are found has no slope
-        if (base := self.form.base) is None:
-            added = torch.zeros(queries.shape[:4], dtype=torch.float32, device=self.device)
-        else:  # of queries that share a head of keys each has its own product
-            added = (own_queries.float() @ base.to(self.device)[:, None].mT)[..., 0]
-        return own_queries, added, self.prepare(batch)
-
     def _find_by_torch(
-        self, queries: Tensor, added: Tensor, evicted_slots: EvictedSlots
+        self, queries: Tensor, evicted_slots: EvictedSlots, base: Tensor | None
     ) -> Matches:
+        queries = queries.detach().to(self.device)  # which entries are found has no slope
+        if base is None:
+            added = queries.new_zeros(queries.shape[:4], dtype=torch.float32)
+        else:  # of queries that share a head of keys each has its own product
+            added = (queries.float() @ base[:, None].mT)[..., 0]
+        queries = queries.to(self.form.dtype)
         num = max(1, READ_AT_ONCE // (queries.shape[:3].numel() * self.num_slots))
         spans = [slice(i, i + num) for i in range(0, queries.shape[3], num)]
         parts = [
@@ -265,25 +262,26 @@ class Memory:
         self,
         sketch: Sketch,
         queries: Tensor,
-        added: Tensor,
-        slots: EvictedSlots,
+        batch: QueryBatch,
+        angles: Angles | None = None,
         placing: kernel.Placing | None = None,
     ) -> list[Tensor]:
-        num = self.sizes.num_recalled
+        num, slots = self.sizes.num_recalled, self.prepare(batch)
         assert num is not None
         of_sketch = self.base, sketch.turn, *sketch.tensors
         of_ages = slots.worths, slots.newest, slots.since, slots.oldest
-        num_scored = max(NUM_SCORED, 3 * self.places.num_compared // 2)
         return kernel.find(
-            (queries.float(), *self.entries, *of_sketch, *of_ages, added),
+            (queries.detach().float().to(self.device), *self.entries, *of_sketch, *of_ages),
             self.sizes.num_in_sight,
             min(max(FEWEST_BLOCKS, self.num_slots // BLOCK // 4), MOST_BLOCKS),
             max(min(max(NUM_ESTIMATED, self.num_slots // 32), 2 * NUM_ESTIMATED), 16 * num),
-            num_scored,
+            max(NUM_SCORED, 3 * self.places.num_compared // 2),
             self.places.num_compared,
             num,
             self.alike,
-            placing,
+            key_bases=self.form.bases,
+            angles=angles,
+            placing=placing,
         )
 
     def _find(

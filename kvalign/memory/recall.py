@@ -223,11 +223,7 @@ class Recall:
         """Scaled queries [B, H, G, T, D], rotated as if what they ask for lay right before the
         window, for entries without a position.
         """
-        if batch.angles is None:
-            return query
-        if self._has_kernel and query.is_cpu and not query.requires_grad:
-            return kernel.rotate(query, batch.angles)
-        return batch.angles.to(query.device).rotate(query)
+        return query if batch.angles is None else batch.angles.to(query.device).rotate(query)
 
     def place_without_rotation(self, layer: int, batch: QueryBatch, matches: Matches) -> KV:
         """Return the matches, [B, H, T, R, D] each, at their places, before a
@@ -263,8 +259,8 @@ class Recall:
         return Recalled(output.transpose(2, 3), log_sum.transpose(2, 3))
 
     def placing(self, layer: int, queries: Tensor, batch: QueryBatch) -> kernel.Placing | None:
-        """Return how our kernel places what queries [B, H, G, T, D] of a layer find; None: it
-        cannot, or a slope is asked for.
+        """Return how our kernel places what queries [B, H, G, T, D] of a layer find, once it has
+        rotated them; None: it cannot, or a slope is asked for.
         """
         if not self._has_kernel or queries.requires_grad:
             return None

@@ -155,11 +155,13 @@ int64_t size_of(AtenTensorHandle tensor, int64_t d) {
   return size;
 }
 
-bool is_none(AtenTensorHandle tensor) {  // of what kernel.py says of `_none`
+int64_t numel_of(AtenTensorHandle tensor) {
   int64_t num = 0;
   aoti_torch_get_numel(tensor, &num);
-  return num == 0;
+  return num;
 }
+
+bool is_none(AtenTensorHandle tensor) { return numel_of(tensor) == 0; }  // of what kernel.py says of `_none`
 
 int64_t stride_of(AtenTensorHandle tensor, int64_t d) {
   int64_t stride = 0;
@@ -299,22 +301,6 @@ void write_and_attend(StableIValue* stack, uint64_t, uint64_t) {
   attend(x, stack, GIVEN);
 }
 
-// Of what kernel.py says of `rotate`, in its order.
-void rotate_rows(StableIValue* stack, uint64_t, uint64_t) {
-  const auto x = tensor(stack[0]), cosines = tensor(stack[1]), sines = tensor(stack[2]);
-  const int64_t rows = size_of(x, 0), others = size_of(x, 1), tokens = size_of(x, 2), dim = size_of(x, 3);
-  const int64_t num_pairs = size_of(cosines, 2);
-  const bool are_alike = size_of(cosines, 0) == 1;
-  AtenTensorHandle result = made({rows, others, tokens, dim}, aoti_torch_dtype_float32());
-  float* to = data_of(result);
-  std::memcpy(to, data_of(x), rows * others * tokens * dim * sizeof(float));
-  for (int64_t i = 0; i < rows * others * tokens; i++, to += dim) {
-    const int64_t at = ((are_alike ? 0 : i / tokens / others * tokens) + i % tokens) * num_pairs;
-    rotate(to, data_of(cosines) + at, data_of(sines) + at, num_pairs);
-  }
-  give(stack, 3, AOTI_TORCH_SUCCESS, result);
-}
-
 // Of what kernel.py says of `alike_first`.
 void alike_first(StableIValue* stack, uint64_t, uint64_t) {
   const auto keys = tensor(stack[0]);
@@ -326,12 +312,12 @@ void alike_first(StableIValue* stack, uint64_t, uint64_t) {
 
 // Of what kernel.py says of `find`, in its order.
 void find(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr int GIVEN = 26;
+  constexpr int GIVEN = 27;
   AtenTensorHandle given[GIVEN];
   for (int i = 0; i < GIVEN; i++) given[i] = tensor(stack[i]);
   const auto [queries, keys, values, bases, turn, sketch, scales, fine_keys, means, mean_scales, spreads, is_ordered,
-              worths, newest, since, oldest, added, key_means,
-              value_means, key_scales, value_scales, key_bases, angles, far, age_bias, now] = given;
+              worths, newest, since, oldest, key_bases, cosines, sines, key_means,
+              value_means, key_scales, value_scales, angles, far, age_bias, now] = given;
   const int64_t* nums = (int64_t*)stack + GIVEN;
   const int64_t rows = size_of(keys, 0), heads = size_of(keys, 1), group = size_of(queries, 2), tokens = size_of(queries, 3);
   const int64_t dim = size_of(queries, 4), num = nums[5];
@@ -343,10 +329,17 @@ void find(StableIValue* stack, uint64_t, uint64_t) {
                               made({rows, heads, num_seen, tokens, dim}, aoti_torch_dtype_float32()),
                               made({rows, heads, num_seen, tokens}, aoti_torch_dtype_float32())};
   const auto or_none = [](AtenTensorHandle x) { return is_none(x) ? nullptr : data_of(x); };
-  Search search{data_of(queries), data_of(bases), data_of(worths), data_of(turn)};
+  const int64_t num_queries = rows * heads * group * tokens, num_turning = is_none(cosines) ? 0 : size_of(cosines, -1);
+  const int64_t of_row = numel_of(cosines) > tokens * num_turning ? tokens : 0;
+  std::vector<float> own(data_of(queries), data_of(queries) + num_queries * dim);  // rotated
+  for (int64_t i = 0; num_turning && i < num_queries; i++) {
+    const int64_t at = (i / (num_queries / rows) * of_row + i % tokens) * num_turning;
+    rotate(&own[i * dim], data_of(cosines) + at, data_of(sines) + at, num_turning);
+  }
+  Search search{own.data(), data_of(bases), data_of(worths), data_of(turn)};
   search.sketch = (uint8_t*)data_of(sketch), search.scales = (uint8_t*)data_of(scales);
   search.fine_keys = (char*)data_of(fine_keys), search.keys = (char*)data_of(keys), search.values = (char*)data_of(values);
-  search.kind = kind_of(keys), search.added = data_of(added);
+  search.kind = kind_of(keys);
   search.newest = (int64_t*)data_of(newest), search.since = (int64_t*)data_of(since);
   search.oldest = (int64_t*)data_of(oldest);
   search.found_keys = data_of(found[0]), search.found_values = data_of(found[1]);
@@ -391,7 +384,6 @@ struct Registered {
     aoti_torch_library_impl(library, "packed_product", packed_product);
     aoti_torch_library_impl(library, "attend", attend);
     aoti_torch_library_impl(library, "write_and_attend", write_and_attend);
-    aoti_torch_library_impl(library, "rotate", rotate_rows);
     aoti_torch_library_impl(library, "find", find);
     aoti_torch_library_impl(library, "alike_first", alike_first);
   }

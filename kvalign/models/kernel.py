@@ -47,9 +47,9 @@ _WRITTEN = (
 _SEARCHED = (
     *("queries", "keys", "values", "bases", "turn", "numbers", "scales", "fine"),
     *("means", "mean_scales", "spreads", "is_ordered"),
-    *("worths", "newest", "since", "oldest", "added"),
+    *("worths", "newest", "since", "oldest", "key_bases", "cosines", "sines"),
 )
-_PLACING = (*_TABLES, "key_bases", "angles", "far", "age_bias", "now")
+_PLACING = (*_TABLES, "angles", "far", "age_bias", "now")
 _FITS = {
     "AVX512": ("avx512_f", "avx512_bw", "avx512_vl", "avx512_vnni", "fma3"),
     "AVX2": ("avx2", "fma3", "f16c"),
@@ -132,7 +132,6 @@ def _define() -> torch.library.Library:
         f"attend({of_attention}, float scale, int num_sinks) -> (Tensor, Tensor)",
         f"find({of_search}) -> ({', '.join(['Tensor'] * 6)})",
         f"write_and_attend({', '.join(of_both)}, float scale, int num_sinks) -> (Tensor, Tensor)",
-        "rotate(Tensor x, Tensor cosines, Tensor sines) -> Tensor",
         "alike_first(Tensor keys) -> Tensor",
     ):
         library.define(schema)
@@ -152,10 +151,7 @@ def _define() -> torch.library.Library:
         seen = queries[:, :, : queries.shape[2] if first >= 0 else 0]
         return *entries, ages, visible, torch.empty_like(seen), queries.new_empty(seen.shape[:4])
 
-    def rotate(x: Tensor, *others: Any) -> Tensor:
-        return torch.empty_like(x)
-
-    for shape_of in (packed_product, attend, find, rotate):
+    for shape_of in (packed_product, attend, find):
         torch.library.register_fake(f"kvalign::{shape_of.__name__}", shape_of, lib=library)
     torch.library.register_fake("kvalign::write_and_attend", attend, lib=library)
     return library
@@ -294,13 +290,6 @@ def attend_by_triton(places: Tensor, query: Tensor, *args: Any, **by: Any) -> Te
     return output
 
 
-def rotate(x: Tensor, angles: Angles) -> Tensor:
-    """Rotate x [B, ..., T, D] float32 by angles of each of T, in pairs that are `halves`."""
-    of_rows = -1, x.shape[-2], angles.cos.shape[-1]
-    both = (y.reshape(of_rows) for y in angles[:2])
-    return torch.ops.kvalign.rotate(x.flatten(1, -3).contiguous(), *both).view(x.shape)
-
-
 def can_rotate(rotation: Rotation | None) -> bool:
     """Return whether our attention can rotate keys by this rotation of all layers."""
     if rotation is None:
@@ -316,7 +305,6 @@ class Placing(NamedTuple):
         first: row of the tables for the first of the entries that are found.
         now: [B or 1, T] int64, the positions of the queries, where a row is as far before these as
             an entry lies; None: entries have rows one after another.
-        key_bases: [H_kv, D] float32, added to keys before; None: 0.
         angles: [1, 2, P, N] float32, as of `attend`, of places beyond the window; None: keys do not
             rotate.
         far: [A] float32, by age, how far beyond the window an entry lies that has no neighbours;
@@ -329,7 +317,6 @@ class Placing(NamedTuple):
     tables: Sequence[Tensor] | None = None
     first: int = 0
     now: Tensor | None = None
-    key_bases: Tensor | None = None
     angles: Tensor | None = None
     far: Tensor | None = None
     most_apart: int = 0
@@ -354,6 +341,9 @@ def find(
     num_compared: int,
     num_recalled: int,
     alike: float,
+    *,
+    key_bases: Tensor | None = None,
+    angles: Angles | None = None,
     placing: Placing | None = None,
 ) -> list[Tensor]:
     """Search of queries in a memory (`kvalign.memory.memory`), or attention over what they find.
@@ -365,13 +355,16 @@ def find(
             float32, added to scores, of ages from A - 1 down to 0. And int64, of one row where all
             are alike: newest [B, 1, 1, 1], the slot of the newest entry in a ring without an end;
             since [B, 1, T, 1], tokens after it; oldest [B, 1, T, 1], the age of the oldest entry
-            that is lost. And added [B, H, G, T] float32, to the scores of each query.
+            that is lost.
         near: age of the oldest that is not lost.
         num_blocks: blocks that are read of the pages in order (up to an eighth more).
         num_estimated, num_scored, num_compared, num_recalled: entries whose score is estimated by 4
             bits (up to an eighth more), whose score is exact, that are compared, and that are taken
             back.
         alike: cosine from which two keys say the same.
+        key_bases: [H, D] float32, what all keys are stored without; None: 0.
+        angles: by which queries are rotated first, of pairs that are `halves`, [B or 1, 1, 1, T, N]
+            or fewer dimensions; None: they are not.
         placing: how queries see what they find; None: what they find is asked for.
 
     Returns:
@@ -383,11 +376,12 @@ def find(
     nums = near, num_blocks, num_estimated, num_scored, num_compared, num_recalled
     none = tensors[0].new_empty(_NONE.shape) if torch.compiler.is_compiling() else _NONE
     placed, first = placing or Placing(), -1 if placing is None else placing.first
-    others = placed.key_bases, placed.angles, placed.far, placed.age_bias, placed.now
-    of_placing = *((None,) * 4 if placed.tables is None else placed.tables), *others
+    of_queries = key_bases, *((None,) * 2 if angles is None else angles[:2])
+    tables = (None,) * 4 if placed.tables is None else placed.tables
+    of_placing = *tables, placed.angles, placed.far, placed.age_bias, placed.now
     found = torch.ops.kvalign.find.default(
         *(x.contiguous() for x in tensors),
-        *(none if x is None else x.contiguous() for x in of_placing),
+        *(none if x is None else x.contiguous() for x in (*of_queries, *of_placing)),
         *(*nums, first, placed.most_apart, placed.room, alike, placed.bias),
     )
     return found[:4] if placing is None else found[4:]

@@ -17,7 +17,6 @@ struct Search {
   const uint8_t *sketch, *scales, *means, *mean_scales, *spreads;
   const bool* is_ordered;
   const char *fine_keys, *keys, *values;
-  const float* added;  // to the scores of each query, [B, H, G, T]
   const int64_t *newest, *since, *oldest;
   float *found_keys, *found_values;
   int64_t* ages;
@@ -124,6 +123,15 @@ struct Searcher {
   std::vector<int32_t> firsts, number;
   std::vector<float> worths;
 
+  // What is added to the scores of a query, for what all keys are stored without.
+  float added(int64_t head, const float* query) const {
+    if (!of.key_bases) return 0;
+    Floats products = floats(0);
+    for (int i = 0; i < VECTORS; i++)
+      products = fma(load(query + 16 * i), load(of.key_bases + head % of.num_heads * dim + 16 * i), products);
+    return total(products);
+  }
+
   explicit Searcher(const Search& of) : of(of) {}
 
   void tokens(int64_t begin, int64_t end) {
@@ -159,7 +167,7 @@ struct Searcher {
     for (int64_t lead = 0; lead < num; lead++)
       for (int64_t r = 0; r < of.num_queries; r++) {
         const int64_t row = (head * of.num_queries + r) * of.num_tokens + t + lead;
-        together.add(of.queries + row * dim, of.added[row]);
+        together.add(of.queries + row * dim, added(head, of.queries + row * dim));
       }
     const int64_t length = 16 * firsts.size();
     worths.assign(num * length, -INFINITY);
@@ -218,7 +226,8 @@ struct Searcher {
     all.clear();
     for (int64_t r = 0; r < of.num_queries; r++) {
       const int64_t row = (view.head * of.num_queries + r) * of.num_tokens + view.t;
-      all.emplace_back(of.queries + row * dim, of.added[row], of.bases + view.head * dim, of.turn);
+      const float* query = of.queries + row * dim;
+      all.emplace_back(query, added(view.head, query), of.bases + view.head * dim, of.turn);
     }
   }
 

@@ -255,9 +255,10 @@ def test_our_kernel_attends_to_what_it_finds_as_pytorch_does(
         ((layer, recall),) = (
             (i, own.recall) for own in memories for i, x in own.of.items() if x is self
         )
-        matches, found = self.find(queries, batch), see(self, queries, batch, placing)
+        found, rotated = see(self, queries, batch, placing), recall.rotate_queries(queries, batch)
+        matches = self.find(rotated, batch)
         assert matches.visible.any()
-        for x, y in zip(found, recall.as_seen(layer, queries, batch, matches), strict=True):
+        for x, y in zip(found, recall.as_seen(layer, rotated, batch, matches), strict=True):
             assert_close(x, y, rtol=1e-4, atol=1e-4)
         most.append(queries.shape[3])
         return found
