@@ -331,8 +331,9 @@ void find(StableIValue* stack, uint64_t, uint64_t) {
   const auto or_none = [](AtenTensorHandle x) { return is_none(x) ? nullptr : data_of(x); };
   const int64_t num_queries = rows * heads * group * tokens, num_turning = is_none(cosines) ? 0 : size_of(cosines, -1);
   const int64_t of_row = numel_of(cosines) > tokens * num_turning ? tokens : 0;
+  bool is_fit = 2 * num_turning <= dim && numel_of(cosines) == (of_row ? rows : 1) * tokens * num_turning;
   std::vector<float> own(data_of(queries), data_of(queries) + num_queries * dim);  // rotated
-  for (int64_t i = 0; num_turning && i < num_queries; i++) {
+  for (int64_t i = 0; is_fit && num_turning && i < num_queries; i++) {
     const int64_t at = (i / (num_queries / rows) * of_row + i % tokens) * num_turning;
     rotate(&own[i * dim], data_of(cosines) + at, data_of(sines) + at, num_turning);
   }
@@ -363,7 +364,7 @@ void find(StableIValue* stack, uint64_t, uint64_t) {
   if (!is_none(key_means))
     search.tables = {data_of(key_means), data_of(value_means), data_of(key_scales), data_of(value_scales), size_of(key_means, 1), 0};
   const int64_t most = *std::max_element(search.oldest, search.oldest + size_of(oldest, 0) * tokens), behind = search.near + 1;
-  bool is_fit = size_of(spreads, 3) == PAGE / BLOCK && most < search.num_ages && (!search.far || most < size_of(far, 0)) && (!search.age_bias || most < size_of(age_bias, 0));
+  is_fit = is_fit && size_of(spreads, 3) == PAGE / BLOCK && most < search.num_ages && (!search.far || most < size_of(far, 0)) && (!search.age_bias || most < size_of(age_bias, 0));
   if (search.tables.key_means) {
     const int64_t* last = search.now ? std::max_element(search.now, search.now + size_of(now, 0) * tokens) : nullptr;
     is_fit = is_fit && (last ? *last - behind : search.first_place + num - 1) < search.tables.num_places;

@@ -28,7 +28,7 @@ from kvalign.memory.recall import QueryBatch
 from kvalign.memory.recall_places import RecallPlaces
 from kvalign.methods import make_method
 from kvalign.models import kernel, packed
-from kvalign.models.rope import Rotation
+from kvalign.models.rope import Angles, Rotation
 
 needs_kernel = pytest.mark.skipif(not kernel.is_here(), reason="no AVX2, or no compiler")
 
@@ -229,6 +229,9 @@ def test_a_search_refuses_tables_that_are_too_short():
         placing = kernel.Placing(**{"tables": tables, "first": 95} | changes)
         with nullcontext() if is_fit else pytest.raises(RuntimeError, match="not as it takes them"):
             memory.see(queries, asking, placing)
+    asking = QueryBatch(places, seen, seen[0], 200, angles=Angles(*torch.ones(2, 3, 1, 8)))
+    with pytest.raises(RuntimeError, match="not as it takes them"):  # of three rows
+        memory.see(queries, asking, kernel.Placing())
 
 
 @needs_kernel
