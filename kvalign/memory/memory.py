@@ -279,8 +279,8 @@ class Memory:
             self.places.num_compared,
             num,
             self.alike,
-            key_bases=self.form.bases,
-            angles=angles,
+            key_bases=None if self.form.bases is None else self.form.bases.to(self.device),
+            angles=None if angles is None else angles.to(self.device),
             placing=placing,
         )
 
