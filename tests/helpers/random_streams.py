@@ -417,7 +417,8 @@ class RandomStream:
             return found
 
         def found_and_seen(memory, queries, asking, *placing):
-            memory.find(queries, asking)
+            turned = asking.angles.rotate(queries.float()) if asking.angles else queries
+            memory.find(turned, asking)
             return see(memory, queries, asking, *placing)
 
         Memory.find, Memory.see = told, found_and_seen
