@@ -266,7 +266,7 @@ class Memory:
         angles: Angles | None = None,
         placing: kernel.Placing | None = None,
     ) -> list[Tensor]:
-        num, slots = self.sizes.num_recalled, self.prepare(batch)
+        num, slots, bases = self.sizes.num_recalled, self.prepare(batch), self.form.bases
         assert num is not None
         of_sketch = self.base, sketch.turn, *sketch.tensors
         of_ages = slots.worths, slots.newest, slots.since, slots.oldest
@@ -279,7 +279,7 @@ class Memory:
             self.places.num_compared,
             num,
             self.alike,
-            key_bases=None if self.form.bases is None else self.form.bases.to(self.device),
+            key_bases=None if bases is None else bases.to(self.device),
             angles=None if angles is None else angles.to(self.device),
             placing=placing,
         )

@@ -211,7 +211,7 @@ def test_our_kernel_writes_8_bits_as_pytorch_encodes_them(way, head_dim):
 
 
 @needs_kernel
-def test_a_search_refuses_tables_that_are_too_short():
+def test_a_search_refuses_tables_and_angles_that_do_not_fit():
     sizes = CacheSizes(cache_size=20, memory=300, num_recalled=5)
     rng = torch.Generator().manual_seed(0)
     held = KV(*(torch.randn(1, 2, 200, 16, generator=rng) for _ in range(2)))
@@ -232,6 +232,28 @@ def test_a_search_refuses_tables_that_are_too_short():
     asking = QueryBatch(places, seen, seen[0], 200, angles=Angles(*torch.ones(2, 3, 1, 8)))
     with pytest.raises(RuntimeError, match="not as it takes them"):  # of three rows
         memory.see(queries, asking, kernel.Placing())
+
+
+@needs_kernel
+@pytest.mark.parametrize(("head_dim", "num_pairs"), [(16, 8), (80, 16), (64, 32)])
+def test_a_search_rotates_its_queries(head_dim, num_pairs):
+    """By angles of each token and row, of all their numbers or the first."""
+    sizes = CacheSizes(cache_size=20, memory=300, num_recalled=5)
+    rng = torch.Generator().manual_seed(0)
+    held = KV(*(torch.randn(2, 2, 200, head_dim, generator=rng) for _ in range(2)))
+    places = RecallPlaces(sizes, 900, by_age=False, is_free=True)
+    memory = Memory(held, Form(torch.float32), places)
+    memory.write([0, 0], held)
+    queries = torch.randn(2, 2, 3, 4, head_dim, generator=rng)
+    seen = torch.arange(197, 201).expand(2, 4)
+    positions = torch.tensor([[3.0], [50.0]]) + torch.arange(4)
+    angles = Rotation(1 / 100 ** torch.linspace(0, 1, num_pairs)).angles(positions[:, None, None])
+    found, expected = (
+        memory.see(x, QueryBatch(places, seen, seen[:, -1], 197, angles=y), kernel.Placing())
+        for x, y in ((queries, angles), (angles.rotate(queries), None))
+    )
+    for x, y in zip(found, expected, strict=True):
+        assert_close(x, y)
 
 
 @needs_kernel
