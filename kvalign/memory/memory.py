@@ -223,7 +223,7 @@ class Memory:
         """
         base = None if self.form.base is None else self.form.base.to(self.device)
         if self.sketch is not None:
-            found = self._search(self.sketch, queries, batch)
+            found = self._search(self.sketch, queries, self.prepare(batch))
             matches = Matches(KV(*found[:2]), *found[2:])
         else:
             matches = self._find_by_torch(queries, self.prepare(batch), base)
@@ -237,7 +237,8 @@ class Memory:
         find, where there is a sketch.
         """
         assert self.sketch is not None
-        found = self._search(self.sketch, queries, batch, batch.angles, placing)
+        slots = self.prepare(batch)
+        found = self._search(self.sketch, queries, slots, slots.angles, placing)
         return Recalled(*(x.to(queries.device) for x in found))
 
     def _find_by_torch(
@@ -262,16 +263,17 @@ class Memory:
         self,
         sketch: Sketch,
         queries: Tensor,
-        batch: QueryBatch,
+        slots: EvictedSlots,
         angles: Angles | None = None,
         placing: kernel.Placing | None = None,
     ) -> list[Tensor]:
-        num, slots, bases = self.sizes.num_recalled, self.prepare(batch), self.form.bases
+        num, bases = self.sizes.num_recalled, self.form.bases
         assert num is not None
+        queries = queries.detach().float().to(self.device).contiguous()
         of_sketch = self.base, sketch.turn, *sketch.tensors
         of_ages = slots.worths, slots.newest, slots.since, slots.oldest
         return kernel.find(
-            (queries.detach().float().to(self.device), *self.entries, *of_sketch, *of_ages),
+            (queries, *self.entries, *of_sketch, *of_ages),
             self.sizes.num_in_sight,
             min(max(FEWEST_BLOCKS, self.num_slots // BLOCK // 4), MOST_BLOCKS),
             max(min(max(NUM_ESTIMATED, self.num_slots // 32), 2 * NUM_ESTIMATED), 16 * num),
@@ -280,7 +282,7 @@ class Memory:
             num,
             self.alike,
             key_bases=None if bases is None else bases.to(self.device),
-            angles=None if angles is None else angles.to(self.device),
+            angles=angles,
             placing=placing,
         )
 

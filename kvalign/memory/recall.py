@@ -54,6 +54,7 @@ class EvictedSlots:
         least: fewest tokens before a query.
         num_slots: slots of the ring.
         device: where it lies.
+        angles: as of `QueryBatch`.
 
     Attributes:
         newest: [B, 1, 1, 1] int64, slot of the newest entry if the ring had no end.
@@ -70,9 +71,11 @@ class EvictedSlots:
         least: int,
         num_slots: int,
         device: torch.device,
+        angles: Angles | None = None,
     ):
         sizes = places.sizes
         self.num_slots, self.near, self.device = num_slots, sizes.num_in_sight, device
+        self.angles = None if angles is None else angles.to(device)
         self._recency = places.recency
         seen, newest = seen[:, None, :, None], end[:, None, None, None] - 1
         oldest = (seen - sizes.num_sinks).clamp_max(self.near + sizes.memory)
@@ -152,7 +155,7 @@ class QueryBatch:
         """Return what rings of so many slots may give; made once, as layers have equally many."""
         if device not in self._evicted_slots:
             of_queries = self.places, self.seen, self.end, self.least
-            self._evicted_slots[device] = EvictedSlots(*of_queries, num_slots, device)
+            self._evicted_slots[device] = EvictedSlots(*of_queries, num_slots, device, self.angles)
         return self._evicted_slots[device]
 
 
@@ -269,7 +272,7 @@ class Recall:
             return placing
         now = torch.as_tensor(batch.positions)
         now = now.reshape(-1, now.shape[-1] if now.dim() else 1)
-        return placing._replace(now=now.to(HOST).expand(batch.seen.shape))
+        return placing._replace(now=now.to(HOST).expand(batch.seen.shape).contiguous())
 
     def _of_layer(self, layer: int) -> kernel.Placing:
         if layer not in self._placings:

@@ -32,9 +32,6 @@ BLOCK = 16
 """Entries whose numbers lie together: a number of each in a register."""
 PAGE = 2048
 """Entries that are put in order together."""
-_STEP_OF_4, _STEP_OF_16 = 0.996, 0.3352
-"""Distances of so many even levels that fit a normal distribution of variance 1 best (Max,
-Quantizing for minimum distortion, 1960)."""
 
 
 @lru_cache(maxsize=4)
@@ -91,38 +88,24 @@ class Sketch:
         self.numbers, self.scales, self.fine, *of_blocks = tensors
         self.means, self.mean_scales, self.spreads, self.is_ordered = of_blocks
 
-    def write(self, rows: slice, slot: int, apart: Tensor) -> None:
-        """Write keys less their base, [B, H, T, D], as those of the slots from this one on."""
-        entries = torch.arange(slot, slot + apart.shape[2])
-        self._write(rows, slot, apart, entries.expand(apart.shape[:3]))
-
-    def _write(self, rows: slice, first: int, apart: Tensor, slots: Tensor) -> None:
-        """Write keys less their base, [B, H, T, D], of slots [B, H, T], as entries from a first one
-        on.
+    def write(self, rows: slice, first: int, apart: Tensor, slots: Tensor | None = None) -> None:
+        """Write keys less their base, [B, H, T, D], as entries from a first one on: those of these
+        slots [B, H, T], or of the slots that are numbered as entries.
         """
-        entries, last = torch.arange(first, first + apart.shape[2]), first + apart.shape[2]
-        turned = apart @ self.turn
-        fours, self.scales[rows, :, first:last] = _in_fours(turned)
-        by_entry = fours.permute(2, 0, 1, 3)  # as indices that a slice parts come first
-        numbers = self.numbers.view(torch.int32)[..., 0]
-        numbers[rows, :, entries // BLOCK, :, entries % BLOCK] = by_entry
-        halves = _levels(turned / _size(turned), _STEP_OF_16, 16).unflatten(-1, (-1, 2, 8))
-        halves = (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(-2)
-        of_entry = self.scales[rows, :, first:last, None], (slots % PAGE).to(torch.int16)[..., None]
-        in_bytes = (x.contiguous().view(torch.uint8) for x in of_entry)
-        self.fine[rows, :, first:last] = torch.cat([halves, *in_bytes], -1)
-        self.is_ordered[rows, first // PAGE : (last - 1) // PAGE + 1] = False
+        of_entries = self.numbers[rows], self.scales[rows], self.fine[rows]
+        kernel.write_sketch(apart, self.turn, *of_entries, first, slots)
+        last = first + apart.shape[2] - 1
+        self.is_ordered[rows, first // PAGE : last // PAGE + 1] = False
 
     def order(self, rows: slice, page: int, apart: Tensor) -> None:
         """Put a page in order: its keys less their base, [B, H, PAGE, D], as slots have them."""
         slots = kernel.alike_first(apart.flatten(0, 1)).unflatten(0, apart.shape[:2])
         apart = apart.gather(2, slots[..., None].expand_as(apart))
-        self._write(rows, page * PAGE, apart, slots)
+        self.write(rows, page * PAGE, apart, slots)
         blocks = apart.unflatten(2, (-1, BLOCK))  # [B, H, blocks, 16, D]
         means = blocks.mean(3)
-        fours, self.mean_scales[rows, :, page] = _in_fours(means @ self.turn)
-        by_block = fours.unflatten(2, (-1, BLOCK)).transpose(-2, -1)  # [B, H, ?, D / 16, 16]
-        self.means.view(torch.int32)[rows, :, page, ..., 0] = by_block
+        of_means = self.means[rows], self.mean_scales[rows].flatten(2)
+        kernel.write_sketch(means, self.turn, *of_means, None, page * (PAGE // BLOCK))
         spread = (blocks - means[:, :, :, None]).square().mean((3, 4)).sqrt()
         self.spreads[rows, :, page] = spread.clamp_max(65504)
         self.is_ordered[rows, page] = True
@@ -154,21 +137,3 @@ class Sketch:
         of_all = zip(*(one.tensors for one in sketches), strict=True)
         joined._replace([*map(torch.cat, of_all)])
         return joined
-
-
-def _size(turned: Tensor) -> Tensor:
-    """Return the root of the mean square of the numbers of turned keys: [..., 1]."""
-    return turned.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-30)
-
-
-def _in_fours(turned: Tensor) -> tuple[Tensor, Tensor]:
-    """Return turned keys [..., D] in 2 bits, [..., D / 16] int32, and their scales [...]."""
-    size = _size(turned)
-    fours = _levels(turned / size, _STEP_OF_4, 4).view(torch.int32).unflatten(-1, (-1, 4))
-    fours = fours[..., 0] | fours[..., 1] << 2 | fours[..., 2] << 4 | fours[..., 3] << 6
-    return fours, (size[..., 0] * _STEP_OF_4).clamp_max(65504).to(torch.float16)
-
-
-def _levels(x: Tensor, step: float, num: int) -> Tensor:
-    """Return the nearest of `num` even levels around 0, from 0 on: uint8."""
-    return (x / step).add_((num - 1) / 2).round_().clamp_(0, num - 1).to(torch.uint8)

@@ -94,49 +94,49 @@ struct Halving {
   };
 
   template <int VECTORS>
-  static void halve(const float* x, std::vector<Along>& all, std::vector<float>& products, int64_t begin, int64_t end) {
+  static void halve(const float* x, std::vector<Along>& all, int64_t begin, int64_t end) {
     constexpr int64_t dim = 16 * VECTORS;
     const int64_t middle = begin + (end - begin) / 2;
     if (middle - begin < BLOCK) return;
-    Floats mean[VECTORS], apart[VECTORS], axis[VECTORS];
-    for (auto& part : mean) part = floats(0);
-    for (int64_t j = begin; j < end; j++)
-      for (int i = 0; i < VECTORS; i++) mean[i] = mean[i] + load(x + all[j].number * dim + 16 * i);
-    for (auto& part : mean) part = part / floats(end - begin);
-    products.assign(dim * dim, 0);
-    float numbers[dim];
-    for (int64_t j = begin; j < end; j++) {
-      for (int i = 0; i < VECTORS; i++) {
-        apart[i] = load(x + all[j].number * dim + 16 * i) - mean[i];
-        store(numbers + 16 * i, apart[i]);
+    Floats mean[VECTORS], axis[VECTORS], sums[VECTORS];
+    const auto add_up = [&](auto of_key) {  // over all keys, less their mean
+      for (auto& part : sums) part = floats(0);
+      for (int64_t j = begin; j < end; j++) {
+        Floats apart[VECTORS];
+        for (int i = 0; i < VECTORS; i++) apart[i] = load(x + all[j].number * dim + 16 * i) - mean[i];
+        of_key(apart);
       }
-      for (int64_t d = 0; d < dim; d++)
-        for (int i = 0; i < VECTORS; i++) {
-          float* to = &products[d * dim + 16 * i];
-          store(to, fma(floats(numbers[d]), apart[i], load(to)));
-        }
-    }
+    };
+    const auto along = [&](const Floats* apart) {
+      Floats sum = axis[0] * apart[0];
+      for (int i = 1; i < VECTORS; i++) sum = fma(axis[i], apart[i], sum);
+      return total(sum);
+    };
+    for (auto& part : mean) part = floats(0);
+    add_up([&](const Floats* apart) { for (int i = 0; i < VECTORS; i++) sums[i] = sums[i] + apart[i]; });
+    for (int i = 0; i < VECTORS; i++) mean[i] = sums[i] / floats(end - begin);
     // The power method, from the axis of the number that differs most on.
-    int64_t most = 0;
-    for (int64_t d = 1; d < dim; d++)
-      if (products[d * dim + d] > products[most * dim + most]) most = d;
-    for (int i = 0; i < VECTORS; i++) axis[i] = load(&products[most * dim + 16 * i]);
-    for (int round = 0; round < 3; round++) {
+    add_up([&](const Floats* apart) { for (int i = 0; i < VECTORS; i++) sums[i] = fma(apart[i], apart[i], sums[i]); });
+    float numbers[dim];
+    for (int i = 0; i < VECTORS; i++) store(numbers + 16 * i, sums[i]);
+    const int64_t most = std::max_element(numbers, numbers + dim) - numbers;
+    std::fill(numbers, numbers + dim, 0), numbers[most] = 1;
+    for (int i = 0; i < VECTORS; i++) axis[i] = load(numbers + 16 * i);
+    for (int round = 0; round < 4; round++) {
+      add_up([&](const Floats* apart) {
+        const Floats by = floats(along(apart));
+        for (int i = 0; i < VECTORS; i++) sums[i] = fma(by, apart[i], sums[i]);
+      });
       Floats squares = floats(0);
-      for (int i = 0; i < VECTORS; i++) squares = fma(axis[i], axis[i], squares);
+      for (const auto& part : sums) squares = fma(part, part, squares);
       const float length = std::sqrt(total(squares));
-      for (int i = 0; i < VECTORS; i++) store(numbers + 16 * i, axis[i] * floats(length > 0 ? 1 / length : 0)), axis[i] = floats(0);
-      for (int64_t d = 0; d < dim; d++)
-        for (int i = 0; i < VECTORS; i++) axis[i] = fma(floats(numbers[d]), load(&products[d * dim + 16 * i]), axis[i]);
+      for (int i = 0; i < VECTORS; i++) axis[i] = sums[i] * floats(length > 0 ? 1 / length : 0);
     }
-    for (int64_t j = begin; j < end; j++) {
-      Floats sum = floats(0);
-      for (int i = 0; i < VECTORS; i++) sum = fma(axis[i], load(x + all[j].number * dim + 16 * i), sum);
-      all[j].rank = rank_of(total(sum));
-    }
+    int64_t next = begin;
+    add_up([&](const Floats* apart) { all[next++].rank = rank_of(along(apart)); });
     std::nth_element(&all[begin], &all[middle], &all[0] + end);
-    halve<VECTORS>(x, all, products, begin, middle);
-    halve<VECTORS>(x, all, products, middle, end);
+    halve<VECTORS>(x, all, begin, middle);
+    halve<VECTORS>(x, all, middle, end);
   }
 
   template <int VECTORS>
@@ -144,10 +144,9 @@ struct Halving {
     auto sets = [](int64_t begin, int64_t end, void* self) {
       const auto [keys, order, length] = *(Halving*)self;
       std::vector<Along> all(length);
-      std::vector<float> products;
       for (int64_t n = begin; n < end; n++) {
         for (int32_t j = 0; j < length; j++) all[j].number = j;
-        halve<VECTORS>(keys + n * length * 16 * VECTORS, all, products, 0, length);
+        halve<VECTORS>(keys + n * length * 16 * VECTORS, all, 0, length);
         for (int64_t j = 0; j < length; j++) order[n * length + j] = all[j].number;
       }
     };

@@ -87,8 +87,8 @@ struct Best {
     return found;
   }
 
-  std::vector<int32_t>& of(const float* numbers, int64_t length, int64_t most) {
-    begin(most);
+  std::vector<int32_t>& of(const float* numbers, int64_t length, int64_t most, int64_t more = 0) {
+    begin(most, more);
     if (length > room) least = std::max(least, reached_by(numbers, length, num, num / 8));
     for (int64_t i = 0; i < length; i += 16) see(load(numbers + i), i);
     return all();

@@ -161,6 +161,12 @@ int64_t numel_of(AtenTensorHandle tensor) {
   return num;
 }
 
+bool is_contiguous(AtenTensorHandle tensor) {
+  bool is = false;
+  aoti_torch_is_contiguous(tensor, &is);
+  return is;
+}
+
 bool is_none(AtenTensorHandle tensor) { return numel_of(tensor) == 0; }  // of what kernel.py says of `_none`
 
 int64_t stride_of(AtenTensorHandle tensor, int64_t d) {
@@ -176,9 +182,7 @@ int64_t stride_of(AtenTensorHandle tensor, int64_t d) {
 // rows [M, K] float32, packed [blocks of outputs, K / 32, bytes of a group] uint8: [M, num_out] float32.
 SHIM aoti_torch_cpu_packed_product(AtenTensorHandle rows, AtenTensorHandle packed, int64_t num_out,
                                    AtenTensorHandle* result) {
-  bool is_contiguous = false;
-  aoti_torch_is_contiguous(rows, &is_contiguous);
-  if (!is_contiguous) return AOTI_TORCH_FAILURE;
+  if (!is_contiguous(rows)) return AOTI_TORCH_FAILURE;
   const int64_t num_rows = size_of(rows, 0), num_groups = size_of(packed, 1);
   *result = made({num_rows, num_out}, aoti_torch_dtype_float32());
   const float* x = data_of(rows);
@@ -197,11 +201,8 @@ SHIM aoti_torch_cpu_attend(AtenTensorHandle places, AtenTensorHandle query, Aten
                            AtenTensorHandle key_scales, AtenTensorHandle value_scales,
                            AtenTensorHandle beside, AtenTensorHandle of_beside, double scale, int64_t num_sinks,
                            AtenTensorHandle* result, AtenTensorHandle* of_all) {
-  for (const auto tensor : {places, query, angles, bases, asking, key_means, value_means, key_scales, value_scales, beside, of_beside}) {
-    bool is_contiguous = false;
-    aoti_torch_is_contiguous(tensor, &is_contiguous);
-    if (!is_contiguous) return AOTI_TORCH_FAILURE;
-  }
+  for (const auto tensor : {places, query, angles, bases, asking, key_means, value_means, key_scales, value_scales, beside, of_beside})
+    if (!is_contiguous(tensor)) return AOTI_TORCH_FAILURE;
   for (const auto tensor : {keys, values})  // whose slots lie side by side
     for (int d = 0; d < 4; d++)
       if (stride_of(tensor, d) != (d == 2 ? size_of(keys, 3) : d == 3 ? 1 : stride_of(keys, d))) return AOTI_TORCH_FAILURE;
@@ -310,6 +311,22 @@ void alike_first(StableIValue* stack, uint64_t, uint64_t) {
   give(stack, 1, run_for(size_of(keys, 2), halving, num), order);
 }
 
+// Of what kernel.py says of `write_sketch`, in its order.
+void write_sketch(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr int GIVEN = 6;
+  AtenTensorHandle given[GIVEN];
+  for (int i = 0; i < GIVEN; i++) given[i] = tensor(stack[i]);
+  const auto [keys, turn, slots, numbers, scales, fine] = given;
+  Sketching all{data_of(keys), data_of(turn)};
+  all.slots = is_none(slots) ? nullptr : (int64_t*)data_of(slots), all.fine = is_none(fine) ? nullptr : (uint8_t*)data_of(fine);
+  all.numbers = (uint8_t*)data_of(numbers), all.scales = (uint8_t*)data_of(scales);
+  all.length = size_of(keys, 1), all.first = (int64_t)stack[GIVEN], all.num_entries = size_of(scales, 1);
+  bool is_fit = std::all_of(given, given + GIVEN, is_contiguous);
+  is_fit = is_fit && all.first >= 0 && all.first + all.length <= all.num_entries && size_of(keys, 0) == size_of(scales, 0);
+  const auto error = is_fit ? run_for(size_of(keys, 2), all, size_of(keys, 0)) : AOTI_TORCH_FAILURE;
+  give(stack, GIVEN, error, nullptr);
+}
+
 // Of what kernel.py says of `find`, in its order.
 void find(StableIValue* stack, uint64_t, uint64_t) {
   constexpr int GIVEN = 27;
@@ -328,10 +345,11 @@ void find(StableIValue* stack, uint64_t, uint64_t) {
                               made({rows, heads, tokens, num_given}, aoti_torch_dtype_bool()),
                               made({rows, heads, num_seen, tokens, dim}, aoti_torch_dtype_float32()),
                               made({rows, heads, num_seen, tokens}, aoti_torch_dtype_float32())};
+  bool is_fit = std::all_of(given, given + GIVEN, is_contiguous);
   const auto or_none = [](AtenTensorHandle x) { return is_none(x) ? nullptr : data_of(x); };
   const int64_t num_queries = rows * heads * group * tokens, num_turning = is_none(cosines) ? 0 : size_of(cosines, -1);
   const int64_t of_row = numel_of(cosines) > tokens * num_turning ? tokens : 0;
-  bool is_fit = 2 * num_turning <= dim && numel_of(cosines) == (of_row ? rows : 1) * tokens * num_turning;
+  is_fit = is_fit && 2 * num_turning <= dim && numel_of(cosines) == (of_row ? rows : 1) * tokens * num_turning;
   std::vector<float> own(data_of(queries), data_of(queries) + num_queries * dim);  // rotated
   for (int64_t i = 0; is_fit && num_turning && i < num_queries; i++) {
     const int64_t at = (i / (num_queries / rows) * of_row + i % tokens) * num_turning;
@@ -387,6 +405,7 @@ struct Registered {
     aoti_torch_library_impl(library, "write_and_attend", write_and_attend);
     aoti_torch_library_impl(library, "find", find);
     aoti_torch_library_impl(library, "alike_first", alike_first);
+    aoti_torch_library_impl(library, "write_sketch", write_sketch);
   }
 } registered;
 

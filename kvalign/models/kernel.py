@@ -27,8 +27,8 @@ from kvalign.models.rope import Angles, Rotation, RotationByLayer
 
 log = logging.getLogger(__name__)
 
-_FILES = ("kernel.cpp", "alike.h", "attention.h", "best.h", "scores.h", "search.h", "vectors.h")
-SOURCES = [Path(__file__).with_name(name) for name in _FILES]
+_HEADERS = ("alike", "attention", "best", "scores", "search", "sketch", "vectors")
+SOURCES = [Path(__file__).with_name(x) for x in ("kernel.cpp", *(f"{x}.h" for x in _HEADERS))]
 DIMS = (16, 32, 64, 80, 96, 128)  # of heads that `attend` takes
 _SHIMS = {
     "packed_product": "AtenTensorHandle, AtenTensorHandle, int64_t, AtenTensorHandle*",
@@ -133,6 +133,8 @@ def _define() -> torch.library.Library:
         f"find({of_search}) -> ({', '.join(['Tensor'] * 6)})",
         f"write_and_attend({', '.join(of_both)}, float scale, int num_sinks) -> (Tensor, Tensor)",
         "alike_first(Tensor keys) -> Tensor",
+        "write_sketch(Tensor keys, Tensor turn, Tensor slots, Tensor(a!) numbers, "
+        "Tensor(b!) scales, Tensor(c!) fine, int first) -> ()",
     ):
         library.define(schema)
 
@@ -332,6 +334,36 @@ def alike_first(keys: Tensor) -> Tensor:
     return torch.ops.kvalign.alike_first.default(keys.contiguous())
 
 
+def write_sketch(
+    keys: Tensor,
+    turn: Tensor,
+    numbers: Tensor,
+    scales: Tensor,
+    fine: Tensor | None,
+    first: int,
+    slots: Tensor | None = None,
+) -> None:
+    """Write keys less their base into a sketch (`kvalign.memory.sketch`).
+
+    Args:
+        keys: [..., T, D] float32, D one of `DIMS`.
+        turn: [D, D] float32.
+        numbers, scales, fine: of all S entries, [..., S / 16, D / 16, 16, 4], [..., S] and [..., S,
+            D / 2 + 4], each in one stretch; without `fine` only in 2 bits.
+        first: the entry of the first key.
+        slots: [..., T] int64, of each key; None: as entries lie.
+    """
+    torch.ops.kvalign.write_sketch.default(
+        keys.flatten(0, -3).contiguous(),
+        turn,
+        _NONE if slots is None else slots.contiguous(),
+        numbers,
+        scales.view(-1, scales.shape[-1]),
+        _NONE if fine is None else fine,
+        first,
+    )
+
+
 def find(
     tensors: Sequence[Tensor],
     near: int,
@@ -347,6 +379,7 @@ def find(
     placing: Placing | None = None,
 ) -> list[Tensor]:
     """Search of queries in a memory (`kvalign.memory.memory`), or attention over what they find.
+    Each tensor lies in one stretch.
 
     Args:
         tensors: queries [B, H, G, T, D], scaled, with D one of `DIMS`; keys and values [B, H, S, D]
@@ -380,8 +413,8 @@ def find(
     tables = (None,) * 4 if placed.tables is None else placed.tables
     of_placing = *tables, placed.angles, placed.far, placed.age_bias, placed.now
     found = torch.ops.kvalign.find.default(
-        *(x.contiguous() for x in tensors),
-        *(none if x is None else x.contiguous() for x in (*of_queries, *of_placing)),
+        *tensors,
+        *(none if x is None else x for x in (*of_queries, *of_placing)),
         *(*nums, first, placed.most_apart, placed.room, alike, placed.bias),
     )
     return found[:4] if placing is None else found[4:]

@@ -2,11 +2,10 @@
 
 #pragma once
 
-#include "attention.h"
+#include "sketch.h"
 
 namespace {
 
-constexpr float FINE = 0.3352f / 0.996f;  // the distance of 16 levels, relative to that of four (`kvalign/memory/sketch.py`)
 // A query, and how it meets a sketch: turned, and rounded to 8 bits, by fours of its numbers.
 template <int VECTORS>
 struct Asked {
@@ -91,7 +90,7 @@ void estimates(const std::vector<Asked<VECTORS>>& all, Entries<VECTORS, INT4> x,
       }
       scales[j] = x.half(one, 0);
     }
-    const Floats of_keys = from_float16((const uint8_t*)scales) * floats(FINE);
+    const Floats of_keys = from_float16((const uint8_t*)scales) * floats(STEP_OF_16 / STEP_OF_4);
     for (size_t r = 0; r < all.size(); r++) {
       const Floats score = (totals(&sums[16 * r]) - floats(7.5f * all[r].sum)) * floats(all[r].scale);
       store(&out[first], max(fma(score, of_keys, floats(all[r].of_base)), load(&out[first])));  // none is a NaN

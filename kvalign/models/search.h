@@ -10,8 +10,6 @@
 
 namespace {
 
-constexpr int64_t PAGE = 2048;  // entries that are put in order together, as `kvalign/memory/sketch.py` says
-
 struct Search {
   const float *queries, *bases, *worths, *turn;  // `turn`: [D, D], of queries that meet the sketch
   const uint8_t *sketch, *scales, *means, *mean_scales, *spreads;
@@ -77,6 +75,11 @@ struct View {
 
   Floats worth_of_page(int64_t page) const { return floats(worth_of(age(page * PAGE) - PAGE / 2)); }  // its middle's
 
+  void prefetch(int64_t entry) const {  // of 2 bits, 16 of them
+    for (int64_t line = 0; line < 64 * VECTORS; line += 64) __builtin_prefetch(blocks + entry * 4 * VECTORS + line);
+    __builtin_prefetch(scales + entry * 2);
+  }
+
   // Of entries of pages that are not behind, 16 together: `see` is told the first, as the sketch has them or by slots,
   // what is added to their scores, -inf where one is not lost, and how many such vectors follow one another.
   template <typename See>
@@ -113,8 +116,8 @@ struct Searcher {
   const Search& of;
   std::vector<Asked<VECTORS>> all;
   std::vector<Candidate> found;
-  std::vector<float> of_places, worth;
-  std::vector<int32_t> blocks, places;
+  std::vector<float> of_places, worth, counted;  // `counted`: 16 from each of `entries` on
+  std::vector<int32_t> blocks, places, entries;
   std::vector<bool> is_unsaid;
   Best best;
   Apart<VECTORS> apart;
@@ -204,11 +207,13 @@ struct Searcher {
     ask(view);
     find_blocks(view, lost);
     const int64_t most = std::max(of.num_scored, std::min(of.num_estimated, (view.farthest - of.near) / 4));
-    best.begin(most, most > of.num_scored ? most / 8 : 0);
-    see_blocks(view);
-    if (!of_blocks) see_others(view);
+    entries.clear(), counted.clear();
+    count_blocks(view);
+    if (!of_blocks) count_others(view);
+    best.of(counted.data(), counted.size(), most, most > of.num_scored ? most / 8 : 0);
+    for (int32_t& j : best.found) j = entries[j / 16] + j % 16;
     // 2. The best of them by 4 bits, if they are more than a few, and of those by their worth.
-    places = best.all();
+    std::swap(places, best.found);
     if (most > of.num_scored) {
       estimates(all, view.fine, places, of_places);
       for (size_t j = 0; j < places.size(); j++) of_places[j] += view.worth_in(view.slot_of(places[j]));
@@ -250,29 +255,26 @@ struct Searcher {
   }
 
   // What the entries of these blocks may count by 2 bits.
-  void see_blocks(const View<VECTORS>& view) {
+  void count_blocks(const View<VECTORS>& view) {
     constexpr int64_t BYTES = 64 * VECTORS;
+    counted.resize(16 * blocks.size());
     for (size_t j = 0; j < blocks.size(); j++) {
-      if (j + 8 < blocks.size()) {
-        for (int64_t line = 0; line < BYTES; line += 64) __builtin_prefetch(view.blocks + blocks[j + 8] * BYTES + line);
-        __builtin_prefetch(view.scales + blocks[j + 8] * 2 * BLOCK);
-      }
+      if (j + 8 < blocks.size()) view.prefetch(blocks[j + 8] * BLOCK);
       const int64_t block = blocks[j];
-      const Floats counted = estimate<VECTORS>(all, view.blocks + block * BYTES, view.scales + block * 2 * BLOCK);
-      best.see(counted + view.worth_of_page(block * BLOCK / PAGE), block * BLOCK);
+      const Floats scores = estimate<VECTORS>(all, view.blocks + block * BYTES, view.scales + block * 2 * BLOCK);
+      store(&counted[16 * j], scores + view.worth_of_page(block * BLOCK / PAGE)), entries.push_back(block * BLOCK);
     }
   }
 
   // The same of the lost entries of other pages.
-  void see_others(const View<VECTORS>& view) {
+  void count_others(const View<VECTORS>& view) {
     view.others(false, [&](int64_t entry, const float* add, int64_t num) {
       const uint8_t *block = view.blocks + entry * 4 * VECTORS, *scale = view.scales + entry * 2;
-      Floats least = floats(best.least);
-      for (int64_t end = entry + 16 * num; entry < end; entry += 16, block += 64 * VECTORS, scale += 32, add += 16) {
-        const Floats counted = estimate<VECTORS>(all, block, scale) + load(add);
-        if (!num_at_least(counted, least)) continue;
-        best.see(counted, entry);
-        least = floats(best.least);
+      counted.resize(counted.size() + 16 * num);
+      float* to = &counted[counted.size() - 16 * num];
+      for (; num > 0; num--, entry += 16, block += 64 * VECTORS, scale += 32, add += 16, to += 16) {
+        if (num > 8) view.prefetch(entry + 8 * BLOCK);
+        store(to, estimate<VECTORS>(all, block, scale) + load(add)), entries.push_back(entry);
       }
     });
   }

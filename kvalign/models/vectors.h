@@ -56,6 +56,9 @@ INLINE Floats from_int8(const char* from) {
 INLINE Floats from_float16(const uint8_t* from) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from))};
 }
+INLINE void store_float16(uint8_t* to, Floats x) {
+  _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph(x.x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
 INLINE Floats from_bfloat16(const uint8_t* from) {
   const __m512i numbers = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(numbers, 16))};
@@ -206,6 +209,10 @@ INLINE Floats from_int8(const char* from) {
 INLINE Floats from_float16(const uint8_t* from) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)),
           _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + 16)))};
+}
+INLINE void store_float16(uint8_t* to, Floats x) {
+  _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128((__m128i*)(to + 16), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT));
 }
 INLINE Floats from_bfloat16(const uint8_t* from) {
   const __m256i a = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));

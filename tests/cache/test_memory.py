@@ -167,6 +167,35 @@ def test_our_kernel_reads_few_blocks_of_a_memory_in_order(parts, by_age):
 
 
 @pytest.mark.skipif(not kernel.is_here(), reason="no AVX2, or no compiler")
+@pytest.mark.parametrize("dim", kernel.DIMS)
+def test_a_sketch_holds_turned_keys_in_2_and_in_4_bits(dim):
+    held = sketch.Sketch(torch.empty(2, 3, 0, dim))
+    held.lengthen(64)
+    keys = 3 * torch.randn(2, 3, 21, dim, generator=torch.Generator().manual_seed(0))
+    held.write(slice(None), 15, keys)
+    turned = keys @ held.turn
+    size = turned.square().mean(-1, keepdim=True).sqrt()
+    scales, fine = held.scales[:, :, 15:36], held.fine[:, :, 15:36]
+    assert torch.allclose(scales.float(), 0.996 * size[..., 0], rtol=1e-3)
+    of_entry = fine[..., -4:].contiguous()
+    assert torch.equal(of_entry[..., :2].contiguous().view(torch.float16)[..., 0], scales)
+    slots = of_entry[..., 2:].contiguous().view(torch.int16)[..., 0]
+    assert torch.equal(slots, torch.arange(15, 36, dtype=torch.int16).expand(2, 3, -1))
+    # [B, H, entries, words, 4 bytes], of which each has a number of each word of 16 bytes
+    words = held.numbers.transpose(3, 4).flatten(2, 3)[:, :, 15:36]
+    fours = torch.stack([words >> 2 * i & 3 for i in range(4)], -2).flatten(3)
+    halves = fine[..., :-4].unflatten(-1, (-1, 1, 8))
+    sixteenths = torch.cat([halves & 15, halves >> 4], -2).flatten(3)
+    for levels, step, num in ((fours, 0.996, 4), (sixteenths, 0.3352, 16)):
+        expected = (turned / size / step + (num - 1) / 2).clamp(0, num - 1)
+        assert ((levels - expected).abs() < 0.501).all()
+    for past in (0, 15), (36, 64):
+        assert not held.scales[:, :, slice(*past)].any() and not held.fine[:, :, slice(*past)].any()
+    with pytest.raises(RuntimeError, match="not as it takes them"):
+        held.write(slice(None), 44, keys)
+
+
+@pytest.mark.skipif(not kernel.is_here(), reason="no AVX2, or no compiler")
 def test_our_kernel_refuses_pages_of_another_length(monkeypatch):
     monkeypatch.setattr(sketch, "PAGE", 1024)
     places = RecallPlaces(CacheSizes(**SIZES), 800, by_age=True, is_free=True)
