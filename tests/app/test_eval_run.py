@@ -59,7 +59,7 @@ def test_finished_cells_are_kept(own, tmp_path, capfd):
     captured = capfd.readouterr()
     assert json.loads(captured.out)["cells"] == {"short": "run", "long": "run"}
     assert "--keep results/losses" in captured.err and "{out}" not in captured.err
-    assert re.search(r"== 1 of 2, short: .*\n== 2 of 2, about 0:\d\d:\d\d left, long: ", captured.err)
+    assert re.search(r"== 1 of 2, short: .*\n== 2 of 2, about [\d:]{7} left, long: ", captured.err)
     found = read(tmp_path / "results").documents
     assert [len(found[name]["rows"]) for name in ("short", "long")] == [1, 2]
     assert found["long"]["command"].endswith(f"--keep {tmp_path}/results/losses")
