@@ -323,6 +323,7 @@ void write_sketch(StableIValue* stack, uint64_t, uint64_t) {
   all.length = size_of(keys, 1), all.first = (int64_t)stack[GIVEN], all.num_entries = size_of(scales, 1);
   bool is_fit = std::all_of(given, given + GIVEN, is_contiguous);
   is_fit = is_fit && all.first >= 0 && all.first + all.length <= all.num_entries && size_of(keys, 0) == size_of(scales, 0);
+  is_fit = is_fit && all.num_entries % BLOCK == 0 && 4 * numel_of(numbers) == numel_of(scales) * size_of(keys, 2);
   const auto error = is_fit ? run_for(size_of(keys, 2), all, size_of(keys, 0)) : AOTI_TORCH_FAILURE;
   give(stack, GIVEN, error, nullptr);
 }

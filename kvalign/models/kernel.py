@@ -352,6 +352,9 @@ def write_sketch(
             D / 2 + 4], each in one stretch; without `fine` only in 2 bits.
         first: the entry of the first key.
         slots: [..., T] int64, of each key; None: as entries lie.
+
+    Raises:
+        RuntimeError: entries or numbers that the sketch does not have.
     """
     torch.ops.kvalign.write_sketch.default(
         keys.flatten(0, -3).contiguous(),

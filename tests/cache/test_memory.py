@@ -193,6 +193,9 @@ def test_a_sketch_holds_turned_keys_in_2_and_in_4_bits(dim):
         assert not held.scales[:, :, slice(*past)].any() and not held.fine[:, :, slice(*past)].any()
     with pytest.raises(RuntimeError, match="not as it takes them"):
         held.write(slice(None), 44, keys)
+    held.numbers = held.numbers[:, :, :2].contiguous()
+    with pytest.raises(RuntimeError, match="not as it takes them"):
+        held.write(slice(None), 0, keys)
 
 
 @pytest.mark.skipif(not kernel.is_here(), reason="no AVX2, or no compiler")
