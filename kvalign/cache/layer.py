@@ -314,7 +314,8 @@ class StreamingLayer(CacheLayerMixin, Part):
         others = new.slots(num_first, step.num_new - num_first)
         later = evicting[:, num_first:] if isinstance(evicting, torch.Tensor) else evicting
         anchored = anchor(self.layer_idx, others, born, where, later)
-        return cat([new.slots(0, num_first), anchored.map(lambda x: x.to(self.dtype))])
+        anchored = anchored.map(lambda x: x.to(self.dtype))
+        return cat([new.slots(0, num_first), anchored]) if num_first else anchored
 
     @property
     def keys(self) -> Tensor | None:

@@ -67,6 +67,11 @@ class Realigner:
         self.rotation = rotation
         self.runs_on = rotation is not None and self.strategy != "move"
 
+    @property
+    def stores_bare(self) -> bool:
+        """Whether the output of `anchor` is that of `from_birth`."""
+        return self.strategy == "read" and self.rotation is None
+
     def within(self, sizes: CacheSizes, context_len: int | None) -> "Realigner":
         """Return a realigner for these sizes, whose frames may be too short for this one."""
         return self

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from kvalign.aligners.base import Birth
 from kvalign.aligners.entries import KV, cat
-from kvalign.cache.attention import Reader, Recaller, as_they_lie, placed_attention
+from kvalign.cache.attention import Reader, as_they_lie, placed_attention
 from kvalign.cache.passes import Pass, Sight
 from kvalign.cache.streaming_cache import StreamingCache
 from kvalign.cache.window_layer import WindowLayer
@@ -149,12 +149,13 @@ def feed(
     return logits
 
 
-def take_segment(layer: WindowLayer, step: Pass, new: KV, recall: Recaller | None) -> KV:
+def take_segment(layer: WindowLayer, step: Pass, new: KV) -> KV:
     """Write the tokens of a segment, and return all that was there, and all of them."""
     assert isinstance(step, Segment)
     realigner, form, at = layer.realigner, layer.entries.form, step.frame_positions
     new = in_frame(layer, step, new)
     anchored = layer.without_position(step, new) if realigner.strategy == "read" else new
+    recall = None if layer.memory is None else layer.memory.take(layer, step, new, anchored)
     stored = form.encode_at(anchored, at)
     num_sinks = min(layer.sizes.num_sinks, step.seen[0])
     num = step.stored[0] - num_sinks

@@ -72,7 +72,6 @@ class WindowLayer(StreamingLayer):
                 ring.grow(step.size)
 
     def take(self, step: Pass, new: KV) -> KV:
-        recall = None if self.memory is None else self.memory.take(self, step, new)
         if not step.is_decode and self.cache.rotates_sinks:
             self.sinks.add(self.layer_idx, step, new.keys)
         if not step.is_single:
@@ -80,7 +79,8 @@ class WindowLayer(StreamingLayer):
                 return self._take_chunk(step, new)
             from kvalign.cache.segments import take_segment
 
-            return take_segment(self, step, new, recall)
+            return take_segment(self, step, new)
+        recall = None if self.memory is None else self.memory.take(self, step, new)
         if step.grows:
             for ring in self.rings:
                 ring.grow(step.size)
@@ -148,6 +148,8 @@ class WindowLayer(StreamingLayer):
     def _take_chunk(self, step: Pass, new: KV) -> KV:
         """Write the tokens of a chunk, and return all that was there, and all of them."""
         anchored = self.without_position(step, new) if self.realigner.strategy == "read" else new
+        if self.memory is not None:
+            self.memory.take(self, step, new, anchored)
         stored = self.entries.form.encode_at(
             anchored, step.last_positions(step.num_new, step.num_new)
         )

@@ -25,7 +25,6 @@ from kvalign.cache.memory_sizes import layer_bias_of
 from kvalign.cache.passes import COUNTS, HOST, Pass, Sight
 from kvalign.cache.realigner import Realigner
 from kvalign.cache.saving import read_kv
-from kvalign.cache.segments import in_frame
 from kvalign.cache.sizes import CacheSizes
 from kvalign.cache.window_layer import WindowLayer
 from kvalign.foundation.errors import UserError
@@ -161,9 +160,11 @@ class Memories(Part):
             entries = KV(realigner.rotation.shift(entries.keys, at), entries.values)
         memory.write(seen, entries)
 
-    def take(self, layer: WindowLayer, step: Pass, new: KV) -> Recaller | None:
-        """Take in new entries [B, H, T, D] of a layer. Return what says what its queries take
-        back; None: nothing.
+    def take(
+        self, layer: WindowLayer, step: Pass, new: KV, anchored: KV | None = None
+    ) -> Recaller | None:
+        """Take in new entries [B, H, T, D] of a layer, of a segment in its frame; `anchored` as the
+        layer's realigner stores them. Return what says what its queries take back; None: nothing.
         """
         if layer.layer_idx not in self._storing:
             return None
@@ -172,13 +173,12 @@ class Memories(Part):
         is_asked = (step.is_single or step.is_segment) and not self.finds_none(step)
         is_asked = is_asked and layer.layer_idx in self.recall.layer_bias
         if not step.is_single:
-            if step.is_segment:
-                new = in_frame(layer, step, new)
-            new = layer.without_position(step, new, self.recall.placer)
+            if anchored is None or not layer.realigner.stores_bare:
+                anchored = layer.without_position(step, new, self.recall.placer)
             if is_asked:
-                memory.seen, waiting = [*step.seen], new
+                memory.seen, waiting = [*step.seen], anchored
             else:
-                memory.write(step.seen, new)
+                memory.write(step.seen, anchored)
         # 2. The rest is for its queries to say.
         return partial(self._recall, layer.layer_idx, step, waiting) if is_asked else None
 
@@ -267,7 +267,7 @@ class Memories(Part):
             tensors |= {f"{i}.memory.{j}": x for j, x in enumerate(entries)}
             tensors[f"{i}.base"] = memory.base
             # No layer counts as another does.
-            digests = digests * _OF_LAYER + memory.digests[:, : memory.num_used].cpu()
+            digests = digests * _OF_LAYER + memory.digests().cpu()
         return tensors | {"digests": digests}
 
     def begin_restore(self, state: Collection[str]) -> None:

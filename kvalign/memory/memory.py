@@ -51,6 +51,7 @@ FEWEST_BLOCKS, MOST_BLOCKS = 256, 512
 READ_AT_ONCE = 2**22
 """Scores that several queries make together."""
 _SHORTEST = 256
+_UNKNOWN = 0  # digest of a slot that was written since
 
 
 class Memory:
@@ -73,7 +74,6 @@ class Memory:
         entries: [B, H, S, width of the form]; S doubles until all slots are there.
         base: [B, H, 1, D] float32, the mean of the keys that each row wrote first; 0 before.
         sketch: the keys in few bits, where the kernel searches; else None.
-        digests: [B, S] int64, of the bytes of each slot, over all heads.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Memory:
         self.seen = [0] * len(like.keys)
         self.entries = like.map(lambda x: self.form.empty(x, 0))
         with no_autograd_modes():
-            self.digests = torch.zeros(len(like.keys), 0, dtype=torch.int64, device=device)
+            self._digests = torch.zeros(len(like.keys), 0, dtype=torch.int64, device=device)
             self.base = like.keys.new_zeros(*like.keys.shape[:2], 1, like.keys.shape[3]).float()
         self.sketch = self._new_sketch()
 
@@ -145,7 +145,7 @@ class Memory:
             num = min(num_new - first, self.num_slots - slot)
             for own, x in zip(self.entries, new.slots(first, num), strict=True):
                 own[rows, :, slot : slot + num] = x
-            self.digests[rows, slot : slot + num] = _digests(new.slots(first, num))
+            self._digests[rows, slot : slot + num] = _UNKNOWN
             keys = self.form.decode(new.keys[:, :, first : first + num]).float()
             mean = keys.mean(2, keepdim=True).nan_to_num(0, 0, 0)
             self.base[rows] = torch.where(self.base[rows].any(), self.base[rows], mean)
@@ -185,6 +185,15 @@ class Memory:
         slots = slots % self.num_slots
         return self.entries.at(slots)
 
+    def digests(self) -> Tensor:
+        """Return digests [B, S] int64 of the bytes of each slot in use, over all heads; computed
+        once they are asked for.
+        """
+        digests = self._digests[:, : self.num_used]
+        for slots in (digests == _UNKNOWN).any(0).nonzero()[:, 0].split(PAGE):
+            digests[:, slots] = _digests(self.entries.at(slots))
+        return digests
+
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
@@ -204,7 +213,7 @@ class Memory:
     @no_autograd_modes()
     def _lengthen(self, num_slots: int) -> None:
         self.entries = self.entries.map(lambda x: lengthened(x, 2, num_slots))
-        self.digests = lengthened(self.digests, 1, num_slots)
+        self._digests = lengthened(self._digests, 1, num_slots)
         if self.sketch is not None:
             self.sketch.lengthen(num_slots)
 
@@ -317,7 +326,7 @@ class Memory:
         self.seen = [self.seen[row] for row in rows.tolist()]
         rows = rows.to(self.device)
         self.entries, self.base = self.entries.rows(rows), self.base[rows]
-        self.digests = self.digests[rows]
+        self._digests = self._digests[rows]
         if self.sketch is not None:
             self.sketch.select(rows)
 
@@ -334,7 +343,7 @@ class Memory:
         joined.seen = [n for one in memories for n in one.seen]
         joined.entries = cat((one.entries for one in memories), dim=0)
         joined.base = torch.cat([one.base for one in memories])
-        joined.digests = torch.cat([one.digests for one in memories])
+        joined._digests = torch.cat([one._digests for one in memories])
         if joined.sketch is not None:
             joined.sketch = Sketch.joined([x.sketch for x in memories if x.sketch is not None])
         return joined
@@ -344,7 +353,7 @@ class Memory:
             return
         self.device = HOST
         self.entries = self.entries.map(lambda x: x.to(HOST))
-        self.base, self.digests = self.base.to(HOST), self.digests.to(HOST)
+        self.base, self._digests = self.base.to(HOST), self._digests.to(HOST)
         self.sketch = self._new_sketch()
         if self.sketch is not None:
             self.sketch.lengthen(self.num_slots)

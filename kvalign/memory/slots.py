@@ -13,7 +13,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kvalign.foundation.machine import check_disk, total_bytes
 from kvalign.foundation.progress import warn_once
@@ -38,8 +37,9 @@ def lengthened(x: Tensor, dim: int, num: int) -> Tensor:
     sizes[dim] = num
     num_bytes = x.element_size() * torch.Size(sizes).numel()
     if num_bytes < LARGE or not x.is_cpu or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, num - x.shape[dim]))
-    longer = torch.frombuffer(_mapped(num_bytes), dtype=x.dtype).view(sizes)
+        longer = x.new_zeros(sizes)
+    else:
+        longer = torch.frombuffer(_mapped(num_bytes), dtype=x.dtype).view(sizes)
     longer.narrow(dim, 0, x.shape[dim]).copy_(x)
     return longer
 

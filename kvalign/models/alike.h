@@ -12,45 +12,48 @@ struct Candidate {
   int64_t slot, age;
 };
 
-// Keys of entries less their mean, with one over their lengths; and of length 1 in 8 bits, each number 128 more, by fours:
-// of each key, and of 16 keys together.
+// Keys of entries less their mean, of length 1 and in 8 bits, each number 128 more, by fours: of each key, and of 16 keys
+// together. Their numbers are in an order of their own.
 template <int VECTORS>
 struct Apart {
   static constexpr int64_t dim = 16 * VECTORS, FOURS = (dim / 4 + 15) / 16 * 16;
-  std::vector<float> keys, by;
+  std::vector<const float*> keys;
+  std::vector<float> room, by;  // `by`: one over the lengths of keys less their mean
   std::vector<int32_t> own, blocks;
+  Floats mean[VECTORS];
   int64_t num;
 
-  void of(Stored<VECTORS> k, const std::vector<Candidate>& found) {
+  Floats part(int64_t j, int i) const { return load(keys[j] + 16 * i) - mean[i]; }
+
+  void of(Stored<VECTORS> k, const Candidate* found, int64_t num_found) {
     constexpr int64_t AHEAD = 16;
-    num = found.size();
+    num = num_found;
     const int64_t most = (num + 15) / 16 * 16;
-    keys.resize(most * dim), by.resize(most), own.resize(most * FOURS), blocks.resize(most * FOURS);
-    Floats mean[VECTORS];
-    for (auto& part : mean) part = floats(0);
+    keys.resize(most), by.resize(most), own.resize(most * FOURS), blocks.resize(most * FOURS);
+    if (k.kind != FLOAT32) room.resize(num * dim);
+    for (auto& one : mean) one = floats(0);
     for (int64_t j = 0; j < num; j++) {
       if (j + AHEAD < num) k.prefetch(found[j + AHEAD].slot);
-      k.copy(found[j].slot, &keys[j * dim]);
-      for (int i = 0; i < VECTORS; i++) mean[i] = mean[i] + load(&keys[j * dim + 16 * i]);
+      keys[j] = k.read(found[j].slot, room.data() + (k.kind == FLOAT32 ? 0 : j * dim));
+      for (int i = 0; i < VECTORS; i++) mean[i] = mean[i] + load(keys[j] + 16 * i);
     }
-    std::fill(keys.begin() + num * dim, keys.end(), 0);
-    for (auto& part : mean) part = part / floats(num);
+    for (int64_t j = num; j < most; j++) keys[j] = keys[num - 1];
+    for (auto& one : mean) one = one / floats(num);
     for (int64_t first = 0; first < num; first += 16) {
       Floats squares[16];
       for (int64_t j = 0; j < 16; j++) {
-        float* key = &keys[(first + j) * dim];
         squares[j] = floats(0);
         for (int i = 0; i < VECTORS; i++) {
-          const Floats part = load(key + 16 * i) - mean[i];
-          squares[j] = fma(part, part, squares[j]);
-          store(key + 16 * i, part);
+          const Floats one = part(first + j, i);
+          squares[j] = fma(one, one, squares[j]);
         }
       }
       store(&by[first], floats(1) / max(square_root(totals(squares)), floats(1e-12f)));
-      for (int64_t j = first; j < first + 16; j++)
-        for (int i = 0; i < VECTORS; i++)
-          store_int8(&own[j * FOURS + 4 * i], to_ints(load(&keys[j * dim + 16 * i]) * floats(127 * by[j])));
-      for (int64_t i = first * FOURS; i < (first + 16) * FOURS; i++) own[i] ^= 0x80808080;
+      for (int64_t j = first; j < first + 16; j++) {
+        Ints whole[(VECTORS + 3) / 4 * 4] = {};
+        for (int i = 0; i < VECTORS; i++) whole[i] = to_ints(part(j, i) * floats(127 * by[j]));
+        for (int i = 0; i < VECTORS; i += 4) store_uint8(&own[j * FOURS + 4 * i], whole + i);
+      }
       for (int64_t c = 0; c < FOURS; c += 16)
         transpose((const float*)&own[first * FOURS + c], FOURS, (float*)&blocks[first * FOURS + 16 * c]);
     }
@@ -59,13 +62,13 @@ struct Apart {
   // Whether a newer key is as much like this one: by 8 bits, and where these do not decide exactly.
   bool is_said_again(int64_t j, float alike) const {
     constexpr float UNSURE = 0.02f, ONE = 127 * 127;
-    int32_t p[dim / 4], sum = 0;
-    for (int64_t c = 0; c < dim / 4; c++) p[c] = own[j * FOURS + c] ^ 0x80808080;
-    for (int64_t d = 0; d < dim; d++) sum += ((const int8_t*)p)[d];
+    int32_t p[FOURS], sum = 0;
+    for (int64_t c = 0; c < FOURS; c++) p[c] = own[j * FOURS + c] ^ 0x80808080;
+    for (int64_t d = 0; d < 4 * FOURS; d++) sum += ((const int8_t*)p)[d];
     for (int64_t first = (j + 1) / 16 * 16; first < num; first += 16) {
-      Ints of_block[4 * VECTORS];
-      for (int c = 0; c < 4 * VECTORS; c++) of_block[c] = load_bytes(&blocks[first * FOURS + c * 16]);
-      const Floats cosines = to_floats(dot<8, 4 * VECTORS>(of_block, p, -offset_of(8) * sum));
+      Ints of_block[FOURS];
+      for (int c = 0; c < FOURS; c++) of_block[c] = load_bytes(&blocks[first * FOURS + c * 16]);
+      const Floats cosines = to_floats(dot<8, FOURS>(of_block, p, -offset_of(8) * sum));
       if (!num_at_least(cosines, floats((alike - UNSURE) * ONE))) continue;
       float all[16];
       store(all, cosines);
@@ -77,7 +80,7 @@ struct Apart {
 
   float cosine(int64_t j, int64_t other) const {
     Floats sum = floats(0);
-    for (int i = 0; i < VECTORS; i++) sum = fma(load(&keys[j * dim + 16 * i]), load(&keys[other * dim + 16 * i]), sum);
+    for (int i = 0; i < VECTORS; i++) sum = fma(part(j, i), part(other, i), sum);
     return total(sum) * by[j] * by[other];
   }
 };

@@ -115,7 +115,8 @@ struct Searcher {
   static constexpr int64_t MOST = 24, FEWEST = 4;  // tokens that ask together
   const Search& of;
   std::vector<Asked<VECTORS>> all;
-  std::vector<Candidate> found;
+  std::vector<Candidate> found;  // `num_found` of them
+  int64_t num_found;
   std::vector<float> of_places, worth, counted;  // `counted`: 16 from each of `entries` on
   std::vector<int32_t> blocks, places, entries;
   std::vector<bool> is_unsaid;
@@ -135,7 +136,7 @@ struct Searcher {
     return total(products);
   }
 
-  explicit Searcher(const Search& of) : of(of) {}
+  explicit Searcher(const Search& of) : of(of), found(2 * of.num_compared) {}
 
   void tokens(int64_t begin, int64_t end) {
     std::vector<float> taken[2];
@@ -150,7 +151,7 @@ struct Searcher {
       if (are_together) see_others_together(k, head, t, num);
       for (int64_t lead = 0; lead < num; lead++) {
         const View<VECTORS> view(of, head, t + lead, are_together ? lead : 0);
-        found.clear();
+        num_found = 0;
         if (are_together) add_best(view, &worths[lead * 16 * firsts.size()]);
         search_sketch(view, k, are_together);
         take(view, k, v, taken, old);
@@ -191,10 +192,11 @@ struct Searcher {
   }
 
   void add_best(const View<VECTORS>& view, const float* own) {
-    for (const int32_t j : best.of(own, 16 * firsts.size(), of.num_compared)) {
-      const int64_t slot = firsts[j / 16] + j % 16;
-      found.push_back({own[j], slot, view.age(slot)});
-    }
+    for (const int32_t j : best.of(own, 16 * firsts.size(), of.num_compared)) find(view, own[j], firsts[j / 16] + j % 16);
+  }
+
+  void find(const View<VECTORS>& view, float worth, int64_t slot) {
+    found[num_found++] = {worth, slot, view.age(slot)};
   }
 
   // The best of what the sketch holds: of all lost entries, or of those in pages that are behind.
@@ -223,8 +225,7 @@ struct Searcher {
     for (int32_t& place : places) place = view.slot_of(place);
     scores(all, k, places, of_places);
     for (size_t j = 0; j < places.size(); j++) of_places[j] += view.worth_in(places[j]);
-    for (const int32_t j : best.of(of_places.data(), of_places.size(), of.num_compared))
-      found.push_back({of_places[j], places[j], view.age(places[j])});
+    for (const int32_t j : best.of(of_places.data(), of_places.size(), of.num_compared)) find(view, of_places[j], places[j]);
   }
 
   void ask(const View<VECTORS>& view) {
@@ -283,12 +284,11 @@ struct Searcher {
   void take(const View<VECTORS>& view, Stored<VECTORS> k, Stored<VECTORS> v, std::vector<float>* taken,
             std::vector<int64_t>& old) {
     const auto is_better = [](const Candidate& one, const Candidate& other) { return one.worth > other.worth; };
-    const int64_t num = std::min<int64_t>(found.size(), of.num_compared);
-    std::nth_element(found.begin(), found.begin() + num, found.end(), is_better);
-    found.resize(num);
+    const int64_t num = std::min(num_found, of.num_compared);
+    if (num < num_found) std::nth_element(&found[0], &found[num], &found[0] + num_found, is_better);
     const auto is_older = [](const Candidate& one, const Candidate& other) { return one.age > other.age; };
-    std::sort(found.begin(), found.end(), is_older);
-    apart.of(k, found);
+    if (!std::is_sorted(&found[0], &found[0] + num, is_older)) std::sort(&found[0], &found[0] + num, is_older);
+    apart.of(k, found.data(), num);
     worth.assign((num + 15) / 16 * 16, -INFINITY);
     for (int64_t j = 0; j < num; j++) worth[j] = found[j].worth;
     is_unsaid.assign(num, false);

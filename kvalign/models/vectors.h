@@ -50,6 +50,10 @@ INLINE int32_t total(Ints x) { return _mm512_reduce_add_epi32(x.x); }
 INLINE Ints to_ints(Floats x) { return {_mm512_cvtps_epi32(x.x)}; }
 INLINE Floats to_floats(Ints x) { return {_mm512_cvtepi32_ps(x.x)}; }
 INLINE void store_int8(void* to, Ints x) { _mm_storeu_si128((__m128i*)to, _mm512_cvtsepi32_epi8(x.x)); }
+INLINE void store_uint8(void* to, const Ints* x) {  // of 4 vectors, each number 128 more, in an order of its own
+  const __m512i a = _mm512_packs_epi32(x[0].x, x[1].x), b = _mm512_packs_epi32(x[2].x, x[3].x);
+  _mm512_storeu_si512(to, _mm512_xor_si512(_mm512_packs_epi16(a, b), _mm512_set1_epi8(-128)));
+}
 INLINE Floats from_int8(const char* from) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)))};
 }
@@ -201,6 +205,14 @@ INLINE void store_int8(void* to, Ints x) {
   const __m256i halves = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
   const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(halves, halves), 0x08);
   _mm_storeu_si128((__m128i*)to, _mm256_castsi256_si128(bytes));
+}
+INLINE __m256i to_uint8(__m256i a, __m256i b, __m256i c, __m256i d) {
+  const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d));
+  return _mm256_xor_si256(bytes, _mm256_set1_epi8(-128));
+}
+INLINE void store_uint8(void* to, const Ints* x) {
+  _mm256_storeu_si256((__m256i*)to, to_uint8(x[0].a, x[1].a, x[2].a, x[3].a));
+  _mm256_storeu_si256((__m256i*)to + 1, to_uint8(x[0].b, x[1].b, x[2].b, x[3].b));
 }
 INLINE Floats from_int8(const char* from) {
   return to_floats({_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)),
