@@ -147,8 +147,8 @@ class Memory:
                 own[rows, :, slot : slot + num] = x
             self._digests[rows, slot : slot + num] = _UNKNOWN
             keys = self.form.decode(new.keys[:, :, first : first + num]).float()
-            mean = keys.mean(2, keepdim=True).nan_to_num(0, 0, 0)
-            self.base[rows] = torch.where(self.base[rows].any(), self.base[rows], mean)
+            if not self.base[rows].any():
+                self.base[rows] = keys.mean(2, keepdim=True).nan_to_num(0, 0, 0)
             if self.sketch is not None:
                 self._write_sketch(self.sketch, rows, slot, keys - self.base[rows])
             first += num
