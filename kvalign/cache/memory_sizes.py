@@ -9,8 +9,9 @@ from kvalign.foundation.settings import typed
 
 NAME, ALL = "recall_layers", "all"
 MOST_BIAS = 10.0
-MOST_RECALLED = 32
-"""Upper limit of the default; more gain little, and take time (eval/results/memory.md)."""
+MOST_RECALLED: dict[RecallBy, int] = {"age": 48, "rank": 32}
+"""Upper limit of the default, by where entries lie. More gain little, and take time, most of all by
+rank, where a search compares twice as many (eval/results/memory.md)."""
 
 
 def num_recalled_of(sizes: CacheSizes) -> int:
@@ -35,7 +36,7 @@ def num_recalled_of(sizes: CacheSizes) -> int:
         by_layer(sizes.recall_layers)
     most, num_recalled = sizes.window_size - 1, sizes.num_recalled
     if num_recalled is None:
-        num_recalled = usual_recalled(sizes.cache_size, sizes.num_sinks)
+        num_recalled = usual_recalled(sizes.cache_size, sizes.num_sinks, sizes.recall_places)
     if not 1 <= num_recalled <= most:
         raise UserError(
             f"num_recalled must be between 1 and {most} with cache_size {sizes.cache_size} and "
@@ -48,11 +49,12 @@ def num_recalled_of(sizes: CacheSizes) -> int:
     return num_recalled
 
 
-def usual_recalled(cache_size: int, num_sinks: int) -> int:
+def usual_recalled(cache_size: int, num_sinks: int, places: RecallBy | None = None) -> int:
     """Default number of entries that a step takes back: a quarter of the cache, at most
-    `MOST_RECALLED`. The window keeps at least one entry.
+    `MOST_RECALLED`, of unknown `places` the less. The window keeps at least one entry.
     """
-    return max(1, min(cache_size // 4, MOST_RECALLED, cache_size - num_sinks - 1))
+    most = MOST_RECALLED[places or "rank"]
+    return max(1, min(cache_size // 4, most, cache_size - num_sinks - 1))
 
 
 def usual_places(family: str) -> RecallBy:

@@ -99,7 +99,7 @@ class CacheSizes:
     num_recalled: int | None = option(
         None,
         help="entries that a step takes back, in place of window entries (default: a quarter of "
-        "the cache, at most 32)",
+        "the cache, at most 48 by age and 32 by rank)",
     )
     recall_places: RecallBy | None = option(
         None,

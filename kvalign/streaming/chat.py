@@ -369,10 +369,12 @@ def remembering(method: Method, num_streams: int = 1, most_recalled: int = MOST_
     if not (num := usual_memory(method, num_streams)):
         return method
     sizes, aligner = method.sizes, getattr(method, "aligner", None)
-    num_recalled = min(most_recalled, usual_recalled(sizes.cache_size, sizes.num_sinks))
-    sizes = replace(sizes, memory=num, num_recalled=num_recalled)
+    sizes = replace(sizes, memory=num, num_recalled=None)
+    sizes = as_planned(method.model, aligner, sizes, {})
+    assert sizes.num_recalled is not None
+    sizes = replace(sizes, num_recalled=min(most_recalled, sizes.num_recalled))
     options: dict[str, Any] = {"aligner": aligner} if aligner else {}
-    own = type(method)(method.model, as_planned(method.model, aligner, sizes, {}), **options)
+    own = type(method)(method.model, sizes, **options)
     own.why_size, own.warns = method.why_size, method.warns
     return own
 

@@ -39,7 +39,7 @@ NUM_MEASURED = 1200  # tokens
 class TalkSettings(StreamSettings):
     """Base of the settings of conversations, with a kept opening and answers that end."""
 
-    most_recalled: ClassVar[int] = MOST_RECALLED
+    most_recalled: ClassVar[int] = max(MOST_RECALLED.values())
     model: str = option("", help="shipped name, hub id or folder of a causal LM (default: fetched)")
     memory: int | None = like(
         CacheSizes,
