@@ -33,7 +33,7 @@ from kvalign.cache.sizes import CacheSizes
 from kvalign.memory.recall import EvictedSlots, Matches, QueryBatch
 from kvalign.memory.recall_places import RecallPlaces
 from kvalign.memory.sketch import BLOCK, PAGE, Sketch
-from kvalign.memory.slots import lengthened
+from kvalign.memory.slots import is_on_disk, lengthened
 from kvalign.models import kernel
 from kvalign.models.rope import Angles
 from kvalign.models.wrapped import no_autograd_modes
@@ -293,6 +293,7 @@ class Memory:
             key_bases=None if bases is None else bases.to(self.device),
             angles=angles,
             placing=placing,
+            are_on_disk=is_on_disk(self.entries.keys),
         )
 
     def _find(

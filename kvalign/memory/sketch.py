@@ -122,8 +122,9 @@ class Sketch:
         """Have so many slots."""
         num_pages = num_slots // PAGE
         nums = num_slots // BLOCK, num_slots, num_slots, num_pages, num_pages, num_pages
-        of_heads = [lengthened(x, 2, num) for x, num in zip(self.tensors[:-1], nums, strict=True)]
-        self._replace([*of_heads, lengthened(self.is_ordered, 1, num_pages)])
+        of_heads = zip(self.tensors[:-1], nums, strict=True)
+        longer = [lengthened(x, 2, num, is_small=True) for x, num in of_heads]
+        self._replace([*longer, lengthened(self.is_ordered, 1, num_pages)])
 
     @no_autograd_modes()
     def select(self, rows: Tensor) -> None:

@@ -9,7 +9,7 @@ import mmap
 import os
 from contextlib import suppress
 from tempfile import TemporaryFile
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -23,10 +23,12 @@ LARGE = 2**22
 IN_RAM = 0.5
 """Share of the machine's memory that these tensors may take."""
 _in_ram = WeakSet[mmap.mmap]()
+_on_disk = WeakValueDictionary[int, mmap.mmap]()  # by their addresses
 
 
-def lengthened(x: Tensor, dim: int, num: int) -> Tensor:
-    """Return x [..., S, ...] with `num` slots along a dimension; new ones are zero.
+def lengthened(x: Tensor, dim: int, num: int, is_small: bool = False) -> Tensor:
+    """Return x [..., S, ...] with `num` slots along a dimension; new ones are zero. What `is_small`
+    never lies on the disk.
 
     Raises:
         UserError: there is no room on the disk either.
@@ -39,14 +41,23 @@ def lengthened(x: Tensor, dim: int, num: int) -> Tensor:
     if num_bytes < LARGE or not x.is_cpu or not hasattr(mmap, "MADV_HUGEPAGE"):
         longer = x.new_zeros(sizes)
     else:
-        longer = torch.frombuffer(_mapped(num_bytes), dtype=x.dtype).view(sizes)
+        zeros = _mapped(num_bytes, is_small)
+        longer = torch.frombuffer(zeros, dtype=x.dtype).view(sizes)
+        if zeros not in _in_ram:
+            _on_disk[longer.data_ptr()] = zeros
     longer.narrow(dim, 0, x.shape[dim]).copy_(x)
     return longer
 
 
-def _mapped(num_bytes: int) -> mmap.mmap:
+def is_on_disk(x: Tensor) -> bool:
+    """Return whether slots lie in a file."""
+    return x.untyped_storage().data_ptr() in _on_disk
+
+
+def _mapped(num_bytes: int, is_small: bool) -> mmap.mmap:
     """Zeros of so many bytes."""
-    if sum(map(len, _in_ram)) + num_bytes <= IN_RAM * (total_bytes() or torch.inf):
+    most = IN_RAM * (total_bytes() or torch.inf)
+    if is_small or sum(map(len, _in_ram)) + num_bytes <= most:
         zeros = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # of a system that has none
             zeros.madvise(mmap.MADV_HUGEPAGE)

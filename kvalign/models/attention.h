@@ -9,6 +9,7 @@
 #include <limits>
 #include <vector>
 
+#include <sys/mman.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include "vectors.h"
@@ -60,6 +61,12 @@ struct Entries {
     if (KIND == INT4) __builtin_prefetch(first + bytes - 1);  // it may end in another line
   }
 
+  void fetch() const {  // the same from the disk, without waiting for it
+    constexpr uintptr_t PAGE_LEN = 4096;
+    const uintptr_t page = (uintptr_t)first / PAGE_LEN * PAGE_LEN;
+    madvise((void*)page, (uintptr_t)first + bytes - page, MADV_WILLNEED);
+  }
+
   Floats part(int64_t slot, int i) const {  // 16 numbers, of int8 still without their scale
     const char* one = first + slot * bytes;
     if (KIND == INT8) return from_int8(one + 16 * i);
@@ -95,6 +102,7 @@ template <int VECTORS>
 struct Stored {
   const char* first;
   Kind kind;
+  bool are_on_disk = false;
 
   template <typename Do>
   auto as(Do what) const {
@@ -107,10 +115,10 @@ struct Stored {
   }
 
   Stored from(int64_t slot) const {
-    return {as([&](auto x) { return x.from(slot).first; }), kind};
+    return {as([&](auto x) { return x.from(slot).first; }), kind, are_on_disk};
   }
   void prefetch(int64_t slot) const {
-    as([&](auto x) { x.from(slot).prefetch(); });
+    as([&](auto x) { are_on_disk ? x.from(slot).fetch() : x.from(slot).prefetch(); });
   }
   void copy(int64_t slot, float* to) const {
     as([&](auto x) { x.copy(slot, to); });

@@ -372,9 +372,10 @@ void find(StableIValue* stack, uint64_t, uint64_t) {
   search.near = nums[0], search.num_blocks = nums[1], search.num_estimated = nums[2], search.num_scored = nums[3];
   search.num_compared = nums[4], search.num_recalled = num;
   search.first_place = nums[6], search.most_apart = nums[7], search.room = nums[8];
+  search.are_on_disk = nums[9];
   search.rows_are_alike = size_of(since, 0) == 1;
   double alike, bias;
-  std::memcpy(&alike, stack + GIVEN + 9, sizeof alike), std::memcpy(&bias, stack + GIVEN + 10, sizeof bias);
+  std::memcpy(&alike, stack + GIVEN + 10, sizeof alike), std::memcpy(&bias, stack + GIVEN + 11, sizeof bias);
   search.alike = alike, search.bias = bias;
   if (search.first_place >= 0) search.out = data_of(found[4]), search.log_sums = data_of(found[5]);
   search.key_bases = or_none(key_bases), search.far = or_none(far), search.age_bias = or_none(age_bias);

@@ -125,7 +125,7 @@ def _define() -> torch.library.Library:
     of_both = (f"Tensor{is_written.get(name, '')} {name}" for name in _ATTENDED + _WRITTEN)
     of_search = ", ".join(f"Tensor {name}" for name in _SEARCHED + _PLACING)
     nums = "near, num_blocks, num_estimated, num_scored, num_compared, num_recalled"
-    nums += ", first, most_apart, room"
+    nums += ", first, most_apart, room, are_on_disk"
     of_search += "".join(f", int {name}" for name in nums.split(", ")) + ", float alike, float bias"
     for schema in (
         "packed_product(Tensor rows, Tensor packed, int num_out) -> Tensor",
@@ -146,7 +146,7 @@ def _define() -> torch.library.Library:
         return query.new_empty(num_rows, 1, num_heads, head_dim), query.new_empty(query.shape[:2])
 
     def find(queries: Tensor, keys: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        num_found, first = others[-6:-4]
+        num_found, first = others[-7:-5]
         shape = (*keys.shape[:2], queries.shape[3], num_found if first < 0 else 0)
         entries = [queries.new_empty(*shape, queries.shape[4]) for _ in range(2)]
         ages, visible = (keys.new_empty(shape, dtype=x) for x in (torch.int64, torch.bool))
@@ -380,6 +380,7 @@ def find(
     key_bases: Tensor | None = None,
     angles: Angles | None = None,
     placing: Placing | None = None,
+    are_on_disk: bool = False,
 ) -> list[Tensor]:
     """Search of queries in a memory (`kvalign.memory.memory`), or attention over what they find.
     Each tensor lies in one stretch.
@@ -402,6 +403,8 @@ def find(
         angles: by which queries are rotated first, of pairs that are `halves`, [B or 1, 1, 1, T, N]
             or fewer dimensions; None: they are not.
         placing: how queries see what they find; None: what they find is asked for.
+        are_on_disk: whether keys and values are, in a file that is mapped: many are then waited for
+            at once.
 
     Returns:
         Without `placing` keys and values [B, H, T, num_recalled, D] in the order of time, what is
@@ -418,6 +421,6 @@ def find(
     found = torch.ops.kvalign.find.default(
         *tensors,
         *(none if x is None else x for x in (*of_queries, *of_placing)),
-        *(*nums, first, placed.most_apart, placed.room, alike, placed.bias),
+        *(*nums, first, placed.most_apart, placed.room, int(are_on_disk), alike, placed.bias),
     )
     return found[:4] if placing is None else found[4:]

@@ -22,6 +22,7 @@ struct Search {
   int64_t num_heads, num_queries, num_tokens, num_slots;  // queries of a head of keys, tokens that ask
   int64_t num_pages, num_blocks, num_ages, near, num_estimated, num_scored, num_compared, num_recalled;
   Kind kind;
+  bool are_on_disk;     // keys and values
   bool rows_are_alike;  // one row of `since`, `oldest` and `now` for all
   float alike;
   // How the queries see what is found, as kernel.py says of `Placing`; or nobody asks.
@@ -146,8 +147,8 @@ struct Searcher {
       const int64_t head = first / of.num_tokens, t = first % of.num_tokens;
       num = std::min({end - first, of.num_tokens - t, MOST});
       const bool are_together = num >= FEWEST;
-      const Stored<VECTORS> k = Stored<VECTORS>{of.keys, of.kind}.from(head * of.num_slots);
-      const Stored<VECTORS> v = Stored<VECTORS>{of.values, of.kind}.from(head * of.num_slots);
+      const Stored<VECTORS> k = Stored<VECTORS>{of.keys, of.kind, of.are_on_disk}.from(head * of.num_slots);
+      const Stored<VECTORS> v = Stored<VECTORS>{of.values, of.kind, of.are_on_disk}.from(head * of.num_slots);
       if (are_together) see_others_together(k, head, t, num);
       for (int64_t lead = 0; lead < num; lead++) {
         const View<VECTORS> view(of, head, t + lead, are_together ? lead : 0);

@@ -347,9 +347,11 @@ def test_large_memories_lie_in_mappings_of_their_own(in_ram, ids, tmp_path, monk
     assert torch.equal(stepped(method, ids), expected)
     assert all(torch.equal(x, state[name]) for name, x in method.state().items())
     assert [path.name for path in tmp_path.rglob("*")] == ([] if in_ram else ["memories"])
-    assert bool(slots._in_ram) == bool(in_ram)
-    assert len(caplog.messages) == (not in_ram)
-    assert in_ram or caplog.messages[0].endswith(f"lies on the disk, in {tmp_path / 'memories'}")
+    memory = next(iter(method.cache.memory.of.values()))
+    assert all(slots.is_on_disk(x) != bool(in_ram) for x in memory.entries)
+    assert not any(slots.is_on_disk(x) for x in memory.sketch.tensors)
+    said = [x.endswith(f"lies on the disk, in {tmp_path / 'memories'}") for x in caplog.messages]
+    assert sum(said) == (not in_ram)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
     if not in_ram:
         with pytest.raises(UserError, match=r"a memory needs .* which has 0 bytes left"):
