@@ -175,7 +175,8 @@ def method_name(row: Row) -> str:
         name = f"{name}, {row['cache_dtype']}"
     if not row.get("memory"):
         return name
-    is_usual = row["num_recalled"] == usual_recalled(row["cache_size"], row["num_sinks"])
+    of_row = row["cache_size"], row["num_sinks"], row.get("recall_places")
+    is_usual = row["num_recalled"] == usual_recalled(*of_row)
     suffix = "" if is_usual else f", {row['num_recalled']} recalled"
     return f"{name}, memory {row['memory']}{suffix}"
 

@@ -33,7 +33,7 @@ struct Apart {
     if (k.kind != FLOAT32) room.resize(num * dim);
     for (auto& one : mean) one = floats(0);
     for (int64_t j = 0; j < num; j++) {
-      if (j + AHEAD < num) k.prefetch(found[j + AHEAD].slot);
+      if (j + AHEAD < num && !k.are_on_disk) k.prefetch(found[j + AHEAD].slot);
       keys[j] = k.read(found[j].slot, room.data() + (k.kind == FLOAT32 ? 0 : j * dim));
       for (int i = 0; i < VECTORS; i++) mean[i] = mean[i] + load(keys[j] + 16 * i);
     }
