@@ -164,7 +164,7 @@ struct Searcher {
   // The worths of what tokens that ask together have lost outside of pages that are behind, by exact scores.
   void see_others_together(Stored<VECTORS> k, int64_t head, int64_t t, int64_t num) {
     firsts.clear(), number.assign(of.num_slots / 16, -1), together.begin();
-    for (const int64_t lead : {int64_t{0}, num - 1})
+    for (int64_t lead = 0; lead < num; lead++)  // a small memory has lost some for a few in the middle alone
       View<VECTORS>(of, head, t + lead, lead).others(true, [&](int64_t slot, const float*, int64_t num) {
         for (const int64_t end = slot + 16 * num; slot < end; slot += 16)
           if (number[slot / 16] < 0) number[slot / 16] = firsts.size(), firsts.push_back(slot);

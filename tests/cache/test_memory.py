@@ -198,6 +198,18 @@ def test_a_sketch_holds_turned_keys_in_2_and_in_4_bits(dim):
         held.write(slice(None), 0, keys)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("memory", [1, 2, 5, 20])
+def test_what_a_memory_holds_for_a_few_tokens_alone_is_found_by_these(ids, memory):
+    """In a segment, whose tokens ask together, as by single steps."""
+    model = tiny_model("llama", vocab_size=VOCAB, head_dim=16)
+    sizes = dict(memory=memory, num_recalled=min(memory, 6))
+    expected, method = stepped(new(model, **sizes), ids), new(model, **sizes)
+    for start in range(0, NUM, 50):
+        logits = method.feed(ids[:, start : start + 50])
+        assert torch.allclose(logits, expected[:, start + 49], atol=1e-4)
+
+
 @pytest.mark.skipif(not kernel.is_here(), reason="no AVX2, or no compiler")
 def test_our_kernel_refuses_pages_of_another_length(monkeypatch):
     monkeypatch.setattr(sketch, "PAGE", 1024)
