@@ -69,7 +69,7 @@ class Realigner:
 
     @property
     def stores_bare(self) -> bool:
-        """Whether the output of `anchor` is that of `from_birth`."""
+        """Return whether the output of `anchor` is that of `from_birth`."""
         return self.strategy == "read" and self.rotation is None
 
     def within(self, sizes: CacheSizes, context_len: int | None) -> "Realigner":

@@ -93,7 +93,7 @@ class Memory:
         self.most = most_slots(self.sizes)
         like = like.map(lambda x: x[:, :, :0].to(device))
         self.seen = [0] * len(like.keys)
-        self.entries = like.map(lambda x: self.form.empty(x, 0))
+        self.entries, self._are_on_disk = like.map(lambda x: self.form.empty(x, 0)), False
         with no_autograd_modes():
             self._digests = torch.zeros(len(like.keys), 0, dtype=torch.int64, device=device)
             self.base = like.keys.new_zeros(*like.keys.shape[:2], 1, like.keys.shape[3]).float()
@@ -213,6 +213,7 @@ class Memory:
     @no_autograd_modes()
     def _lengthen(self, num_slots: int) -> None:
         self.entries = self.entries.map(lambda x: lengthened(x, 2, num_slots))
+        self._are_on_disk = is_on_disk(self.entries.keys)  # which a compiled step cannot ask
         self._digests = lengthened(self._digests, 1, num_slots)
         if self.sketch is not None:
             self.sketch.lengthen(num_slots)
@@ -293,7 +294,7 @@ class Memory:
             key_bases=None if bases is None else bases.to(self.device),
             angles=angles,
             placing=placing,
-            are_on_disk=is_on_disk(self.entries.keys),
+            are_on_disk=self._are_on_disk,
         )
 
     def _find(
@@ -327,6 +328,7 @@ class Memory:
         self.seen = [self.seen[row] for row in rows.tolist()]
         rows = rows.to(self.device)
         self.entries, self.base = self.entries.rows(rows), self.base[rows]
+        self._are_on_disk = False
         self._digests = self._digests[rows]
         if self.sketch is not None:
             self.sketch.select(rows)
@@ -343,6 +345,7 @@ class Memory:
         joined = copy.copy(memories[0])
         joined.seen = [n for one in memories for n in one.seen]
         joined.entries = cat((one.entries for one in memories), dim=0)
+        joined._are_on_disk = False
         joined.base = torch.cat([one.base for one in memories])
         joined._digests = torch.cat([one._digests for one in memories])
         if joined.sketch is not None:

@@ -50,8 +50,8 @@ def lengthened(x: Tensor, dim: int, num: int, is_small: bool = False) -> Tensor:
 
 
 def is_on_disk(x: Tensor) -> bool:
-    """Return whether slots lie in a file."""
-    return x.untyped_storage().data_ptr() in _on_disk
+    """Return whether slots, [..., S, ...], lie in a file."""
+    return len(_on_disk) > 0 and x.is_cpu and x.untyped_storage().data_ptr() in _on_disk
 
 
 def _mapped(num_bytes: int, is_small: bool) -> mmap.mmap:
