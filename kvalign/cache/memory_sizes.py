@@ -36,7 +36,8 @@ def num_recalled_of(sizes: CacheSizes) -> int:
         by_layer(sizes.recall_layers)
     most, num_recalled = sizes.window_size - 1, sizes.num_recalled
     if num_recalled is None:
-        num_recalled = usual_recalled(sizes.cache_size, sizes.num_sinks, sizes.recall_places)
+        of_sizes = sizes.cache_size, sizes.num_sinks, sizes.recall_places
+        num_recalled = min(usual_recalled(*of_sizes), sizes.memory)
     if not 1 <= num_recalled <= most:
         raise UserError(
             f"num_recalled must be between 1 and {most} with cache_size {sizes.cache_size} and "

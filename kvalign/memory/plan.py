@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from kvalign import checkpoints
 from kvalign.aligners import Aligner
-from kvalign.cache.memory_sizes import ALL, usual_places, usual_recalled
+from kvalign.cache.memory_sizes import ALL, usual_places
 from kvalign.cache.sizes import CacheSizes, RecallBy
 from kvalign.foundation.files import read_checked
 from kvalign.foundation.progress import warn_once
@@ -116,7 +116,5 @@ def as_planned(
             f"what a memory gives back was not measured on {spec.name or 'this model'}: all layers "
             f"take entries back, by {planned['recall_places']} (kvalign tune-memory measures it)"
         )
-    places = asked.get("recall_places") or planned["recall_places"]
-    num_recalled = usual_recalled(sizes.cache_size, sizes.num_sinks, places)
-    planned["num_recalled"] = min(num_recalled, sizes.memory)
+    planned["num_recalled"] = None  # as is usual for these places
     return replace(sizes, **{x: value for x, value in planned.items() if asked.get(x) is None})

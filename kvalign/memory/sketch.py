@@ -123,7 +123,7 @@ class Sketch:
         num_pages = num_slots // PAGE
         nums = num_slots // BLOCK, num_slots, num_slots, num_pages, num_pages, num_pages
         of_heads = zip(self.tensors[:-1], nums, strict=True)
-        longer = [lengthened(x, 2, num, is_small=True) for x, num in of_heads]
+        longer = [lengthened(x, 2, num, stays_in_ram=True) for x, num in of_heads]
         self._replace([*longer, lengthened(self.is_ordered, 1, num_pages)])
 
     @no_autograd_modes()

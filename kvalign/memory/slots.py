@@ -2,7 +2,8 @@
 
 On Linux large ones lie in pages of 2 MB, where the system has some: a search that reads everywhere
 in pages of 4 KB waits for their addresses. What would take more than half of the machine's memory
-lies in files without a name, which are gone with the process.
+lies in files without a name, which are gone with the process; but for a sketch, which each search
+reads.
 """
 
 import mmap
@@ -26,9 +27,9 @@ _in_ram = WeakSet[mmap.mmap]()
 _on_disk = WeakValueDictionary[int, mmap.mmap]()  # by their addresses
 
 
-def lengthened(x: Tensor, dim: int, num: int, is_small: bool = False) -> Tensor:
-    """Return x [..., S, ...] with `num` slots along a dimension; new ones are zero. What `is_small`
-    never lies on the disk.
+def lengthened(x: Tensor, dim: int, num: int, stays_in_ram: bool = False) -> Tensor:
+    """Return x [..., S, ...] with `num` slots along a dimension; new ones are zero. What
+    `stays_in_ram` never lies on the disk.
 
     Raises:
         UserError: there is no room on the disk either.
@@ -41,7 +42,7 @@ def lengthened(x: Tensor, dim: int, num: int, is_small: bool = False) -> Tensor:
     if num_bytes < LARGE or not x.is_cpu or not hasattr(mmap, "MADV_HUGEPAGE"):
         longer = x.new_zeros(sizes)
     else:
-        zeros = _mapped(num_bytes, is_small)
+        zeros = _mapped(num_bytes, stays_in_ram)
         longer = torch.frombuffer(zeros, dtype=x.dtype).view(sizes)
         if zeros not in _in_ram:
             _on_disk[longer.data_ptr()] = zeros
@@ -54,10 +55,10 @@ def is_on_disk(x: Tensor) -> bool:
     return len(_on_disk) > 0 and x.is_cpu and x.untyped_storage().data_ptr() in _on_disk
 
 
-def _mapped(num_bytes: int, is_small: bool) -> mmap.mmap:
+def _mapped(num_bytes: int, stays_in_ram: bool) -> mmap.mmap:
     """Zeros of so many bytes."""
     most = IN_RAM * (total_bytes() or torch.inf)
-    if is_small or sum(map(len, _in_ram)) + num_bytes <= most:
+    if stays_in_ram or sum(map(len, _in_ram)) + num_bytes <= most:
         zeros = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # of a system that has none
             zeros.madvise(mmap.MADV_HUGEPAGE)
